@@ -232,22 +232,28 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-_PROCESSES: set[subprocess.Popen[str]] = set()
+_PROCESSES: set[subprocess.Popen[bytes]] = set()
 
 
-def run_process(command: Sequence[str], *, status: int = 0, **environment: str) -> str:
-    """Run a command and return its output. Raises RuntimeError unless it ends with this status."""
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def run_process(
+    command: Sequence[str], log: Path, *, status: int = 0, environment: Mapping[str, str] = {}
+) -> str:
+    """Run a command, and return its output, which is also in the file ``log`` as it comes. Raises
+    RuntimeError unless the command ends with this status.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output_file:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | dict(environment),
+            stdout=output_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     _PROCESSES.add(process)
-    output, _ = process.communicate()
+    process.wait()
     _PROCESSES.discard(process)
+    output = log.read_text(encoding="utf-8", errors="replace")
     if process.returncode != status:
         raise RuntimeError(f"status {process.returncode}:\n{output[-LONGEST_ERROR:]}")
     return output

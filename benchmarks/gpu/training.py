@@ -1,4 +1,4 @@
-"""Tiny runs to the end: KTO, also killed and resumed, GRPO, and KTO with a quantized model.
+"""Tiny runs to the end: KTO, twice and killed and resumed, GRPO, and KTO with a quantized model.
 
 python -m benchmarks.gpu.training FOLDER KIND RUN [--kill-after STEP] trains in this process,
 which is killed with signal 9 after a step.
@@ -109,35 +109,53 @@ def recipe(folder: Path, kind: str, run: str) -> dict[str, Any]:
     return sections
 
 
-def train_in_process(folder: Path, kind: str) -> dict[str, Any]:
-    """Train to the end in a new process, and return the number of steps and the last loss."""
-    output = run_process(_fresh(folder, kind, "run"))
-    losses = json.loads(output.splitlines()[-1])
-    if len(losses) != STEPS or not all(map(math.isfinite, losses)):
-        raise RuntimeError(f"the losses of the steps are {losses}")
-    return {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
+def train_in_process(folder: Path, kind: str, logs: Path) -> dict[str, Any]:
+    """Train to the end in a new process, and return the number of steps and two losses."""
+    return _losses(run_process(_fresh(folder, kind, "run"), logs / f"{kind}.log"), STEPS)
 
 
-def compare_resumed(folder: Path) -> dict[str, Any]:
-    """Train to the end, and again with a kill and a new cache of compiled programs; compare the
-    weights.
+def compare_runs(folder: Path, logs: Path) -> dict[str, Any]:
+    """Train with KTO to the end, again, and again with a kill and a new cache of compiled programs.
+
+    unequal_again, unequal_resumed: number of tensors of weights that differ from the first run.
     """
-    caches = [str(folder / f"cache {k}") for k in range(3)]
-    for cache in caches:
+    caches: list[dict[str, str]] = []
+    for k in range(2):
+        cache = folder / f"cache {k}"
         shutil.rmtree(cache, ignore_errors=True)
-    run_process(_fresh(folder, "kto", "whole"), TORCHINDUCTOR_CACHE_DIR=caches[0])
+        caches.append(
+            {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        )
+    output = run_process(
+        _fresh(folder, "kto", "first"), logs / "kto first.log", environment=caches[0]
+    )
+    figures = _losses(output, STEPS)
+    run_process(_fresh(folder, "kto", "again"), logs / "kto again.log", environment=caches[0])
     command, kill = _fresh(folder, "kto", "resumed"), ["--kill-after", str(KILLED_AFTER)]
-    run_process([*command, *kill], status=-signal.SIGKILL, TORCHINDUCTOR_CACHE_DIR=caches[1])
-    output = run_process(command, TORCHINDUCTOR_CACHE_DIR=caches[2])
-    steps = len(json.loads(output.splitlines()[-1]))
-    weights, resumed = (_weights(folder / run / "model") for run in ("whole", "resumed"))
-    return {
-        "steps_after_resume": steps,
-        "unequal_weights": sum(not torch.equal(weights[name], resumed[name]) for name in weights),
+    log, status = logs / "kto killed.log", -signal.SIGKILL
+    run_process([*command, *kill], log, status=status, environment=caches[0])
+    output = run_process(command, logs / "kto resumed.log", environment=caches[1])
+    _losses(output, STEPS - SAVED_EVERY)  # the steps after the checkpoint
+    first, again, resumed = (
+        _weights(folder / run / "model") for run in ("first", "again", "resumed")
+    )
+    return figures | {
+        "unequal_again": sum(not torch.equal(first[name], again[name]) for name in first),
+        "unequal_resumed": sum(not torch.equal(first[name], resumed[name]) for name in first),
         "largest_difference": max(
-            (weights[name].float() - resumed[name].float()).abs().max().item() for name in weights
+            (first[name].float() - resumed[name].float()).abs().max().item() for name in first
         ),
     }
+
+
+def _losses(output: str, steps: int) -> dict[str, Any]:
+    """Return the first and the last loss that a run printed. Raises RuntimeError unless it ran this
+    number of steps with finite losses.
+    """
+    losses = json.loads(output.splitlines()[-1])
+    if len(losses) != steps or not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the losses of the steps are {losses}")
+    return {"steps": steps, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
 def _fresh(folder: Path, kind: str, run: str) -> list[str]:
