@@ -115,6 +115,22 @@ def test_a_check_that_ends_the_process_has_failed(tmp_path: Path) -> None:
     assert statuses == {"first": "ok", "fatal": "failed", "last": "ok"}
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_program_starts_again_if_an_error_has_made_the_device_unusable(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize() -> None:
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    starts: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(os, "execv", lambda _, command: starts.append(command))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.gpu", "A", "--retry"])
+    gpu.restart_if_device_is_lost()
+    assert starts == [["python", "-m", "benchmarks.gpu", "A"]] * is_lost
+
+
 def test_a_result_says_what_to_do_after_a_miss() -> None:
     missed = Result("A", "x", "missed", figures={"y": 1.0}, missed=["y"], fix="divide by two")
     assert "divide by two" in str(missed)

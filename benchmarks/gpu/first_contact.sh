@@ -21,7 +21,7 @@ export PYTHONPATH=$PWD:$WORK/packages TOKENIZERS_PARALLELISM=false HF_HUB_OFFLIN
 export TQDM_DISABLE=1 TRL_EXPERIMENTAL_SILENCE=1
 
 if compgen -G "$WHEELS/*.whl" >/dev/null && [ ! -e "$WORK/packages/.complete" ]; then
-    "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$WORK/packages" \
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$WORK/packages" \
         "$WHEELS"/*.whl && touch "$WORK/packages/.complete"
 fi
 # A program that hangs in a library cannot end itself.

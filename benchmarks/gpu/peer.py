@@ -32,7 +32,8 @@ from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import TokenizedExample
 
-CASE = Case("kto and trl", "kto", prompts=32, lora=True)
+CASE = Case("kto and trl", "kto", prompts=16, lora=True)
+"""TRL pads these rows and keeps all activations: more would not fit into 80 GB."""
 PROMPTS_ON_A_CPU = 4
 BUDGET = 16_384
 """Tokens of a micro-batch."""
