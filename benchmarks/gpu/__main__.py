@@ -206,6 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --rehearse runs all checks on the CPU")
+    if options.rehearse and torch.cuda.is_available():
+        parser.error("--rehearse is for machines without a GPU: set CUDA_VISIBLE_DEVICES=''")
     work, out = options.work.resolve(), options.out.resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "compiled"))
     # TRL does not run on a simulated device.
