@@ -21,8 +21,11 @@ export PYTHONPATH=$PWD:$WORK/packages TOKENIZERS_PARALLELISM=false HF_HUB_OFFLIN
 export TQDM_DISABLE=1 TRL_EXPERIMENTAL_SILENCE=1
 
 if compgen -G "$WHEELS/*.whl" >/dev/null && [ ! -e "$WORK/packages/.complete" ]; then
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$WORK/packages" \
-        "$WHEELS"/*.whl && touch "$WORK/packages/.complete"
+    install=("$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade
+        --target "$WORK/packages")
+    # A wheel for another version of Python must not keep the others out.
+    "${install[@]}" "$WHEELS"/*.whl || for wheel in "$WHEELS"/*.whl; do "${install[@]}" "$wheel"; done
+    touch "$WORK/packages/.complete"
 fi
 # A program that hangs in a library cannot end itself.
 exec timeout -k 5 $((BUDGET + 10)) "$PYTHON" -m benchmarks.gpu "$@" --out "$OUT" --work "$WORK" \
