@@ -95,8 +95,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Without pytest-xdist its mark is unknown, and one process runs all tests.
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         for mark in TOGETHER:
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.xdist_group(mark))

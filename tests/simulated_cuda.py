@@ -321,7 +321,7 @@ def varlen_attention(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Stands for PyTorch's ``varlen_attn``: each sequence separately, with all scores at once.
 

@@ -2,59 +2,163 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.device import measure
-from benchmarks.device.measure import SMALL_VARIANTS, measure_steps
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import correctness
-from benchmarks.gpu.__main__ import NEXT_STEPS, Result
-from benchmarks.gpu.correctness import long_batch
+from benchmarks.gpu import attention as attention_speed
+from benchmarks.gpu import correctness, peer, steps
+from benchmarks.gpu.attention import AttentionCase
+from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
+from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
+from benchmarks.step.cases import Case
 from tests.simulated_cuda import CUDA, simulated_device
+from valence.models import attention
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of
-from valence.trainer.step import Objective
 
 HOST = torch.device("cpu")
 
 
-def test_a_case_that_runs_out_of_memory_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+# ---------------------------------------------------------------- results
+
+
+def run_checks(folder: Path, *checks: Check, seconds: float = 60, **options: Any) -> list[str]:
+    """Run checks and return the status of each."""
+    return [result.status for result in Recorder("A", [folder], seconds, **options).run(checks)]
+
+
+def test_a_failed_check_does_not_end_the_others(tmp_path: Path) -> None:
+    checks = [
+        Check("first", lambda: {"x": 1.0}, maxima={"x": 2.0}),
+        Check("second", lambda: {"x": 1 / 0}, fix="divide by something else"),
+        Check("third", lambda: {"x": 1.0}, minima={"x": 2.0}),
+        Check("fourth", lambda: {"x": math.nan}, maxima={"x": 2.0}),
+        Check("fifth", dict, maxima={"x": 2.0}),
+        Check("beside", lambda: {"x": 1}, is_background=True),
+    ]
+    assert run_checks(tmp_path, *checks) == ["ok", "failed", "missed", "missed", "failed", "ok"]
+    lines = (tmp_path / FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [
+        "ok", "failed", "missed", "missed", "failed", "ok",
+    ]  # fmt: skip
+    assert "ZeroDivisionError" in json.loads(lines[1])["error"]
+    assert not (tmp_path / RUNNING).exists()
+
+
+def test_limits_are_not_compared_in_a_rehearsal_of_speed(tmp_path: Path) -> None:
+    check = Check("slow", lambda: {"x": 1.0}, minima={"x": 2.0})
+    assert run_checks(tmp_path, check, compares=False) == ["measured"]
+
+
+def test_checks_with_a_result_are_not_run_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, value: float) -> Callable[[], dict[str, float]]:
+        return lambda: calls.append(name) or {"x": value}  # pyright: ignore[reportReturnType]
+
+    checks = [
+        Check("right", counted("right", 0.0), maxima={"x": 1.0}),
+        Check("wrong", counted("wrong", 2.0), maxima={"x": 1.0}),
+    ]
+    run_checks(tmp_path, *checks)
+    with (tmp_path / FILE).open("a", encoding="utf-8") as file:
+        file.write('{"part": "A", "name": "ri')  # a line that was cut off
+    assert run_checks(tmp_path, *checks) == ["ok", "missed"]
+    assert calls == ["right", "wrong"]
+    assert run_checks(tmp_path, *checks, retries=True) == ["ok", "missed"]
+    assert calls == ["right", "wrong", "wrong"]
+
+
+def test_what_is_left_at_the_end_of_the_time_is_skipped_and_run_later(tmp_path: Path) -> None:
+    def hang() -> dict[str, float]:
+        try:
+            time.sleep(30)
+        except Exception as error:
+            raise AssertionError from error
+        return {}
+
+    checks = [Check("long", hang), Check("next", dict), Check("beside", hang, is_background=True)]
+    start = time.monotonic()
+    assert run_checks(tmp_path, *checks, seconds=0.3) == ["skipped"] * 3
+    assert time.monotonic() - start < 10
+    assert run_checks(tmp_path, Check("long", dict), Check("next", dict)) == ["ok", "ok"]
+
+
+def test_a_check_that_ends_the_process_has_failed(tmp_path: Path) -> None:
+    """The next start goes on after it."""
+    script = (
+        "import os, pathlib, sys\n"
+        "from benchmarks.gpu.results import Check, Recorder\n"
+        "checks = [Check('first', dict), Check('fatal', lambda: os.kill(os.getpid(), 9)),"
+        " Check('last', dict)]\n"
+        "Recorder('A', [pathlib.Path(sys.argv[1])], 60).run(checks)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=environment).returncode == 0
+    statuses = {result.name: result.status for result in read_results(tmp_path)}
+    assert statuses == {"first": "ok", "fatal": "failed", "last": "ok"}
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_program_starts_again_if_an_error_has_made_the_device_unusable(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Objective.run
+    def synchronize() -> None:
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def run_out_of_memory(self: Objective, *arguments: Any, **options: Any) -> Any:
-        if self.method.name == "dpo":
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
-        return run(self, *arguments, **options)
-
-    monkeypatch.setattr(Objective, "run", run_out_of_memory)
-    figures = list(measure_steps(SMALL_VARIANTS[2], HOST, 1e12, repeats=1))
-    assert [item.failure for item in figures] == ["", "out of memory", ""]
-    assert [math.isfinite(item.loss) for item in figures] == [True, False, True]
-    assert "out of memory" in str(figures[1])
+    starts: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(os, "execv", lambda _, command: starts.append(command))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.gpu", "A", "--retry"])
+    gpu.restart_if_device_is_lost()
+    assert starts == [["python", "-m", "benchmarks.gpu", "A"]] * is_lost
 
 
-def test_a_model_that_does_not_fit_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out_of_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(measure, "make_policy", run_out_of_memory)
-    figures = list(measure_steps(SMALL_VARIANTS[0], HOST, 1e12, repeats=1))
-    assert len(figures) == 3
-    assert all(item.failure for item in figures)
+def test_a_result_says_what_to_do_after_a_miss() -> None:
+    missed = Result("A", "x", "missed", figures={"y": 1.0}, missed=["y"], fix="divide by two")
+    assert "divide by two" in str(missed)
+    assert "y" in str(missed).splitlines()[1]
 
 
 @pytest.mark.slow
-def test_steps_of_a_device_have_the_losses_of_the_host() -> None:
-    expected = [item.loss for item in measure_steps(SMALL_VARIANTS[2], HOST, 1e12, repeats=1)]
-    with simulated_device():
-        figures = list(measure_steps(SMALL_VARIANTS[2], CUDA, 1e12, repeats=1))
-    assert [item.loss for item in figures] == pytest.approx(expected, abs=0.02)
+@pytest.mark.parametrize(
+    ("part", "status", "kinds"),
+    [
+        ("A", "ok", {"environment", "packed", "head", "step", "run", "tests"}),
+        ("B", "measured", {"ceilings", "step", "profile of the slowest step", "attention"}),
+    ],
+)
+def test_a_rehearsal_completes(part: str, status: str, kinds: set[str], tmp_path: Path) -> None:
+    folders = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work")}
+    environment = os.environ | folders | {
+        "PYTHON": sys.executable, "BUDGET": "280", "WHEELS": str(tmp_path),
+    }  # fmt: skip
+    script = Path(__file__).parents[1] / "benchmarks" / "gpu" / "first_contact.sh"
+    assert subprocess.run([script, part, "--rehearse"], env=environment).returncode == 0
+    results = list(read_results(tmp_path / "out"))
+    assert {result.status for result in results} == {status}
+    assert {result.name.split(",")[0] for result in results} == kinds
+    assert results == list(read_results(tmp_path / "work"))
+
+
+# ---------------------------------------------------------------- right
 
 
 def test_the_long_batch_has_full_and_partial_blocks_and_two_passes() -> None:
@@ -67,53 +171,98 @@ def test_the_long_batch_has_full_and_partial_blocks_and_two_passes() -> None:
     assert int(mask.kv_num_blocks.sum()) > 20
 
 
-@pytest.fixture
-def is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark chooses its device itself."""
-    monkeypatch.setattr(gpu, "best_device", lambda: CUDA)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("is_simulated")
-def test_all_steps_complete_on_the_simulated_device(capsys: pytest.CaptureFixture[str]) -> None:
-    with simulated_device():
-        assert gpu.main([]) == 0
-    table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
-    rows = [line for line in table if line[:1] in "ABCD" and line[1:2] == " "]
-    assert {line[0] for line in rows} == set("ABCD")
-    assert all(line.endswith(" ok") for line in rows if line[0] == "A")
-    assert any("loss against a CPU" in line and line.endswith(" ok") for line in rows)
-
-
-@pytest.mark.usefixtures("is_simulated")
-def test_the_first_wrong_number_ends_the_benchmark(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.float32, slice(200, 201)), (torch.bfloat16, slice(128, 256))]
+)
+def test_attention_that_forgets_a_key_or_a_block_is_found(
+    dtype: torch.dtype, rows: slice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def errors(*_: Any) -> Any:
-        yield "flex", torch.float32, 1e-6, 1e-6
-        yield "sdpa", torch.float32, float("nan"), 1e-6
-        raise AssertionError("it continues")
+    """With the heads of the model for GPUs, one key is enough in bfloat16 too."""
 
-    monkeypatch.setattr(correctness, "measure_errors", errors)
-    assert gpu.main(["--steps", "AB"]) == 1
-    table = capsys.readouterr().out.splitlines()
-    assert NEXT_STEPS["packed"] in table[-1]
-    assert "WRONG" in table[-1]
-    assert not any(line.startswith("B ") for line in table)
+    def forgets(query: Tensor, key: Tensor, value: Tensor, layout: Any) -> Tensor:
+        key, value = key.clone(), value.clone()
+        key[:, :, rows] = value[:, :, rows] = 0
+        return right(query, key, value, layout)
+
+    right, limits = attention._by_sdpa, PACKED_LIMITS[dtype]
+    with simulated_device():
+        expected = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
+        monkeypatch.setattr(attention, "_by_sdpa", forgets)
+        figures = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
+    assert all(expected[name] <= limit for name, limit in limits.items())
+    assert figures["logp_rms"] > limits["logp_rms"]
+    assert figures["grad"] > limits["grad"]
+
+
+@pytest.mark.parametrize("method", correctness.STEPS)
+def test_a_step_is_the_one_of_the_reference_figures(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a policy that has learned nothing, whose loss says nothing at a beta of 0.1."""
+    limits = correctness.STEP_LIMITS[torch.float32]
+    figures = correctness.compare_step(method, GROUPED_SMALL, torch.float32, HOST)
+    assert all(figures[name] <= limit for name, limit in limits.items())
+    monkeypatch.setattr(correctness, "REFERENCE_NOISE", 0.0)
+    figures = correctness.compare_step(method, GROUPED_SMALL, torch.float32, HOST)
+    assert figures["margins"] > correctness.STEP_LIMITS[torch.bfloat16]["margins"]
+
+
+def test_the_expected_figures_are_those_of_the_command() -> None:
+    """Of the small model, in float64."""
+    expected = correctness.expected_figures(GROUPED_SMALL)
+    computed = correctness.compute_figures(GROUPED_SMALL)
+    assert computed["packed"]["logps"] == pytest.approx(expected["packed"]["logps"], abs=2e-5)
+    for name in correctness.STEPS:
+        assert computed[name]["loss"] == pytest.approx(expected[name]["loss"], rel=1e-4)
+
+
+# ---------------------------------------------------------------- fast
+
+
+@pytest.mark.parametrize("case", steps.CASES, ids=lambda case: case.method)
+def test_a_step_of_a_device_has_the_loss_of_the_host(case: Case) -> None:
+    variant = steps.SMALL_VARIANTS[1]
+    expected = steps.measure_step(case, variant, HOST)["loss"]
+    with simulated_device():
+        assert steps.measure_step(case, variant, CUDA)["loss"] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("case", attention_speed.SMALL_CASES, ids=str)
+def test_all_attention_backends_are_measured(case: AttentionCase) -> None:
+    with simulated_device():
+        for backend in attention_speed.backends_for(case):
+            figures = attention_speed.measure_attention(case, backend, CUDA)
+            assert figures["forward_tflops"] > 0
+
+
+def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
+    variant = steps.SMALL_VARIANTS[0]
+    cases = {f"{case.name}": (case, variant) for case in steps.CASES}
+    recorder = Recorder("B", [tmp_path / "work"], 60)
+    shares = zip(cases, (0.3, 0.1, 0.2), strict=True)
+    recorder.run([Check(f"step, {name}", lambda x=x: {"share": x}) for name, x in shares])
+    figures = gpu.profile_slowest(cases, HOST, tmp_path / "work", tmp_path)
+    assert figures["step"] == f"{variant} dpo"
+    assert (tmp_path / "profile.json.gz").exists()
+    assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- beside TRL
 
 
 @pytest.mark.parametrize(
-    ("value", "is_minimum", "expected"),
-    [(0.5, False, True), (1.5, False, False), (1.5, True, True), (0.5, True, False)],
+    ("ours", "theirs", "agree"),
+    [
+        ((0.2, 7.0), (0.201, 7.01), True),
+        ((0.2, 7.0), (0.25, 7.0), False),
+        ((0.2, 7.0), (0.2, 9.0), False),
+        ((0.2, 7.0), (math.nan, 7.0), False),
+        ((0.5, 7.0), (0.5, 7.0), False),
+    ],
 )
-def test_numbers_and_bars(value: float, is_minimum: bool, expected: bool) -> None:
-    result = Result("B", "name", value, 1.0, "dynamic", is_minimum)
-    assert result.is_within is expected
-    assert (result.verdict(is_compared=True) == "ok") is expected
-    assert result.verdict(is_compared=False) == "not compared"
-
-
-def test_every_kind_of_number_says_what_a_miss_means() -> None:
-    assert not Result("A", "name", float("nan"), 1.0, "packed").is_within
-    assert not Result("A", "name", float("nan"), 1.0, "packed", is_minimum=True).is_within
-    assert all(NEXT_STEPS.values())
+def test_sides_that_disagree_or_learn_nothing_have_no_times(
+    ours: tuple[float, float], theirs: tuple[float, float], agree: bool
+) -> None:
+    with nullcontext() if agree else pytest.raises(RuntimeError, match="loss"):
+        figures = peer.measure_agreement(lambda: ours, lambda: theirs, HOST)
+        assert (figures["loss"], figures["trl_grad_norm"]) == (0.2, 7.01)

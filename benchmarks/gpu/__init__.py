@@ -1,1 +1,1 @@
-"""The test plan of a GPU in one command."""
+"""Checks and measurements for the first hours on a GPU: right, fast, and compared with TRL."""

@@ -1,237 +1,258 @@
-"""python -m benchmarks.gpu [--steps ABCD]: is training on this GPU right, and how fast is it?
+"""python -m benchmarks.gpu PART [--out FOLDER] [--until TIME] [--retry] [--rehearse]
 
-A: values and gradients of packed sequences against one sequence at a time, and the tests for GPUs.
-B: attention with a program for each size and for all sizes, against PyTorch's attention of separate
-documents. C: complete steps, and memory against its prediction. D: 60 steps of KTO and of GRPO.
+A, is it right? Attention of packed sequences against one sequence at a time and against figures of
+a CPU, the head, steps of KTO, DPO and GRPO, tiny runs, a run that is killed and resumed, and the
+tests for GPUs. B, is it fast? Steps of models of 1.5 and 8 billion weights, their memory against
+its prediction, and attention. C: steps of KTO in turn with TRL.
 
-The result is one table: each number with its bar, and for a miss the next thing to do. The first
-wrong number ends the benchmark, since the speed of a wrong computation says nothing. On the
-simulated device of the tests all sizes are tiny, and only the numbers that have to be right are
-compared with their bars. Exit status: 0 if all numbers are within their bars, otherwise 1.
+Each result is printed and written to ``results.jsonl`` at once. The same command goes on after the
+checks that have a result. --retry: run those again that failed or missed a limit. --until: the end
+in seconds since 1970; later checks are skipped. --rehearse: on the CPU, with tiny sizes and a
+simulated device; speeds are not compared. Exit status: 0 if all checks are good, otherwise 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
+import platform
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.device.measure import (
-    LARGER,
-    SMALL_VARIANTS,
-    VARIANTS,
-    head_seconds,
-    measure_steps,
-    product_rate,
-)
-from benchmarks.gpu import attention, correctness, training
-from benchmarks.step.cases import TINY
-from valence.models.build import best_device
+from benchmarks.gpu import attention, correctness, peer, steps, training
+from benchmarks.gpu.results import Check, Recorder, kill_processes, read_results, run_process
+from benchmarks.step.cases import TINY, Case
 
-NEXT_STEPS = {
-    "packed": "set VALENCE_ATTENTION to a backend that is right, and make it the automatic choice",
-    "tests": "fix the failing tests first",
-    "dynamic": "flex remains the automatic choice; use fewer sizes, a quarter of an octave apart",
-    "forward": "compare tiles (kernel_options) of FlexAttention",
-    "backward": "compare tiles (kernel_options) of FlexAttention",
-    "short": "try blocks of 64 rows for short documents",
-    "head": "use plain products (VALENCE_HEAD=torch), and profile the kernel",
-    "step": "profile a step: the largest kernel that is not a product",
-    "peak": "correct valence/models/memory.py",
-    "reserved": "fragmentation: compare PYTORCH_ALLOC_CONF, and the sizes of micro-batches",
-    "fits": "reduce micro-batches, and correct valence/models/memory.py",
-    "loss": "compare single log-probabilities with those of the CPU",
-    "idle": "find what the host does between kernels in the profile",
-    "compile": "VALENCE_ATTENTION=flex_dynamic; read the reasons of recompilations in the output",
-    "allocations": "find the tensor whose size changes from step to step",
+WORK = Path("build/first_contact")
+"""Default folder for models, caches and results; results of an earlier start are read from it."""
+PART_SECONDS = 220
+DTYPES = (torch.bfloat16, torch.float32)
+PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "trl", "liger-kernel")
+GPU_TESTS = {
+    "test_gpu.py": "sums_are or compiled or positions or (dtype1 and (shared or gemma2))",
+    "test_head.py": "",
+    "test_quantized.py": "",
+    "test_checkpointing.py": "",
 }
-"""The next thing to do after a miss, by kind of number."""
-TEST_FILTER = "many_blocks or sums_are or compiled or (dtype1 and (shared or gemma2))"
-BARS = {
-    ("1.5b", "kto"): 0.35,
-    ("1.5b, recomputed", "kto"): 0.38,
-    ("8b lora, recomputed", "dpo"): 0.42,
-}
-"""Minimum share of the rate of a large product that a step should reach."""
+"""Files of tests in tests/models, and which of their tests are run (all have no time)."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A number and its bar. is_minimum: the bar is a minimum, not a maximum. has_to_be_right: a
-    miss is a wrong computation, not a slow one.
-    """
-
-    step: str
-    name: str
-    value: float
-    bar: float
-    kind: str
-    is_minimum: bool = False
-    has_to_be_right: bool = False
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the number is within its bar; NaN never is."""
-        return self.value >= self.bar if self.is_minimum else self.value <= self.bar
-
-    def verdict(self, *, is_compared: bool) -> str:
-        if not is_compared and not self.has_to_be_right:
-            return "not compared"
-        if self.is_within:
-            return "ok"
-        return f"{'WRONG' if self.has_to_be_right else 'missed'}: {NEXT_STEPS[self.kind]}"
-
-
-def check_numbers(device: torch.device) -> Iterator[Result]:
-    """Step A."""
-    on_gpu = torch.cuda.is_available()
-    shape = correctness.GROUPED if on_gpu else correctness.GROUPED_SMALL
-    for backend, dtype, *errors in correctness.measure_errors(device, shape):
-        dtype_name = str(dtype).removeprefix("torch.")
-        for error, bound, quantity in zip(
-            errors, correctness.BOUNDS[dtype], ("log-probability", "gradient"), strict=True
-        ):
-            yield Result(
-                "A",
-                f"{backend}, {dtype_name}: {quantity}",
-                error,
-                bound,
-                "packed",
-                has_to_be_right=True,
+def part_a(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
+    """Is it right?"""
+    rehearses = not torch.cuda.is_available()
+    shape = correctness.GROUPED_SMALL if rehearses else correctness.GROUPED
+    yield Check("environment", partial(describe_environment, device))
+    for dtype in DTYPES:
+        for backend in correctness.backends_for(dtype):
+            yield Check(
+                f"packed, {backend}, {name_of(dtype)}",
+                partial(correctness.compare_packed, shape, dtype, device, backend),
+                maxima=correctness.PACKED_LIMITS[dtype],
+                fix="set VALENCE_ATTENTION to a backend that is right, and make it the automatic "
+                "choice",
             )
-    if on_gpu:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "-k", TEST_FILTER]
-        status = subprocess.run([*command, "tests/models"], check=False).returncode
-        yield Result("A", "tests: exit status", status, 0, "tests", has_to_be_right=True)
-
-
-def measure_attention(device: torch.device) -> Iterator[Result]:
-    """Step B."""
-    on_gpu = torch.cuda.is_available()
-    for case in attention.CASES if on_gpu else attention.SMALL_CASES:
-        by_backend: dict[str, attention.AttentionFigures] = {}
-        for figures in attention.measure_attention(case, device, 5 if on_gpu else 1):
-            print(figures, flush=True)
-            by_backend[figures.backend] = figures
-        static, dynamic = by_backend["flex"], by_backend["flex_dynamic"]
-        name = f"flex_dynamic / flex, {case}"
-        yield Result("B", name, dynamic.total / static.total, 1.10, "dynamic")
-        flops = case.flops / 1e12
-        if case.length >= 4096:
-            yield Result(
-                "B", f"forward TFLOP/s, {case}", flops / static.forward, 350, "forward", True
+        for backend in ("torch",) if rehearses else ("triton", "torch"):
+            yield Check(
+                f"head, {backend}, {name_of(dtype)}",
+                partial(
+                    correctness.compare_head,
+                    backend,
+                    TINY if rehearses else steps.LARGER,
+                    64 if rehearses else 1024,
+                    dtype,
+                    device,
+                ),
+                maxima=correctness.HEAD_LIMITS[dtype],
+                fix="VALENCE_HEAD=torch, and compare single logits",
             )
-            rate = 2.5 * flops / static.backward
-            yield Result("B", f"backward TFLOP/s, {case}", rate, 250, "backward", True)
-        elif "sdpa" in by_backend:
-            ratio = static.total / by_backend["sdpa"].total
-            yield Result("B", f"flex / separate documents, {case}", ratio, 2.0, "short")
-
-
-def measure_training_steps(device: torch.device) -> Iterator[Result]:
-    """Step C."""
-    on_gpu = torch.cuda.is_available()
-    rate = product_rate(device, 8192 if on_gpu else 256)
-    seconds, products = head_seconds(*((LARGER, 8192) if on_gpu else (TINY, 256)), device)
-    yield Result("C", "head / its products", seconds / products, 1.5, "head")
-    for variant in VARIANTS if on_gpu else SMALL_VARIANTS[2:]:
-        for figures in measure_steps(variant, device, rate, 5 if on_gpu else 1):
-            print(figures, flush=True)
-            name = f"{variant} {figures.case}"
-            yield Result("C", f"{name}: failures", bool(figures.failure), 0, "fits")
-            if figures.failure:
-                continue
-            if bar := BARS.get((str(variant), figures.case)):
-                yield Result("C", f"{name}: share of the ceiling", figures.share, bar, "step", True)
-            peak, reserved = figures.peak / figures.predicted, figures.reserved / figures.predicted
-            yield Result("C", f"{name}: peak / predicted", peak, 1.05, "peak")
-            yield Result("C", f"{name}: reserved / predicted", reserved, 1.15, "reserved")
-
-
-def measure_runs(_device: torch.device) -> Iterator[Result]:
-    """Step D."""
-    on_gpu = torch.cuda.is_available()
-    shape, steps, rows, compared = (
-        (training.HALF_BILLION, 60, 16, 5) if on_gpu else (training.TINY, 2, 2, 2)
+        for method in correctness.STEPS:
+            yield Check(
+                f"step, {method}, {name_of(dtype)}",
+                partial(correctness.compare_step, method, shape, dtype, device),
+                maxima=correctness.STEP_LIMITS[dtype],
+                fix="compare the log-probabilities of single micro-batches with those of a CPU",
+            )
+    yield Check(
+        "run, kto, again, and killed and resumed with an empty cache",
+        partial(training.compare_runs, work / "kto", out / "logs"),
+        maxima={"unequal_again": 0, "unequal_resumed": 0},
+        fix="unequal again: find the kernel that adds in random order (VALENCE_ATTENTION=sdpa). "
+        "Only unequal resumed: the compiler chose other kernels (train.compile=off)",
+        is_background=True,
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        training.write_files(folder, shape, *(() if on_gpu else (16, 24)))
-        for method in ("kto", "grpo"):
-            changes = None if on_gpu else {"rollout.max_new_tokens": 4, "rollout.num_rollouts": 2}
-            figures = training.run_training(
-                folder,
-                method,
-                steps,
-                batch_size=rows,
-                changes=changes if method == "grpo" else None,
+    for kind in ("grpo", "qlora"):
+        yield Check(
+            f"run, {kind}",
+            partial(training.train_in_process, work / kind, kind, out / "logs"),
+            is_background=True,
+        )
+    for name, choice in GPU_TESTS.items():
+        yield Check(
+            f"tests, {name}",
+            partial(run_gpu_tests, name, choice, out / "logs" / f"{name}.log"),
+            minima={"skipped" if rehearses else "passed": 1},
+            fix="fix the failing tests first",
+            is_background=True,
+        )
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return versions, and whether the compiler works."""
+    figures: dict[str, Any] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            figures[package] = version(package)
+        except PackageNotFoundError:
+            figures[package] = "missing"
+    if torch.cuda.is_available():
+        figures["device"] = torch.cuda.get_device_name()
+        figures["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
+        x = torch.ones(1000, device=device)
+        compiled = torch.compile(lambda x: (2 * x).sum())
+        if compiled(x).item() != 2000:
+            raise RuntimeError("a compiled program computes a wrong sum")
+    return figures
+
+
+def run_gpu_tests(name: str, choice: str, log: Path) -> dict[str, Any]:
+    """Run the tests of a file that need a GPU; elsewhere they are skipped."""
+    command = [sys.executable, "-m", "pytest", "-vv", "-m", "gpu", "-k", choice, "--tb=short"]
+    output = run_process([*command, f"tests/models/{name}"], log)
+    return {word: output.count(f" {word.upper()}") for word in ("passed", "skipped")}
+
+
+def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
+    """Is it fast?"""
+    rehearses = not torch.cuda.is_available()
+    yield Check(
+        "ceilings",
+        partial(steps.ceilings, device),
+        maxima={"head_over_products": 1.5},
+        fix="use plain products (VALENCE_HEAD=torch), and profile the kernel of the head",
+    )
+    cases = {
+        f"{variant} {case.name}": (case, variant)
+        for variant in (steps.SMALL_VARIANTS if rehearses else steps.VARIANTS)
+        for case in steps.CASES
+    }
+    for name, (case, variant) in cases.items():
+        yield Check(
+            f"step, {name}",
+            partial(steps.measure_step, case, variant, device),
+            maxima=steps.LIMITS,
+            minima={"share": steps.SHARES[name]} if name in steps.SHARES else {},
+            fix="share: see profile.txt. Memory: correct valence/models/memory.py, or compare "
+            "PYTORCH_ALLOC_CONF and the sizes of micro-batches",
+        )
+    yield Check("profile of the slowest step", partial(profile_slowest, cases, device, work, out))
+    for case in attention.SMALL_CASES if rehearses else attention.CASES:
+        for backend in attention.backends_for(case):
+            yield Check(
+                f"attention, {case}, {backend}",
+                partial(attention.measure_attention, case, backend, device),
             )
-            if method == "kto":  # completions that are sampled differ after the first rounding
-                expected = training.losses_on_a_cpu(folder, compared, rows)
-                differences = [
-                    abs(x - y) for x, y in zip(figures.losses[:compared], expected, strict=True)
-                ]
-                yield Result(
-                    "D",
-                    "kto: loss against a CPU",
-                    max(differences),
-                    0.02,
-                    "loss",
-                    has_to_be_right=True,
-                )
-            yield Result("D", f"{method}: idle share of the GPU", figures.idle, 0.05, "idle")
-            name = f"{method}: compile time after step {training.WARM_UP}"
-            yield Result("D", name, figures.compile_share, 0.05, "compile")
-            name = f"{method}: cudaMalloc after step {training.WARM_UP}"
-            yield Result("D", name, figures.allocations, 0, "allocations")
 
 
-STEPS: dict[str, Callable[[torch.device], Iterator[Result]]] = {
-    "A": check_numbers,
-    "B": measure_attention,
-    "C": measure_training_steps,
-    "D": measure_runs,
+def profile_slowest(
+    cases: Mapping[str, tuple[Case, steps.Variant]], device: torch.device, work: Path, out: Path
+) -> dict[str, Any]:
+    """Profile the step with the smallest share of the ceiling. work: folder with the results."""
+    shares = {
+        result.name.removeprefix("step, "): result.figures["share"]
+        for result in read_results(work)
+        if result.part == "B" and "share" in result.figures
+    }
+    return steps.profile_step(*cases[min(shares, key=shares.__getitem__)], device, out)
+
+
+def part_c(device: torch.device, work: Path, _out: Path) -> Iterator[Check]:
+    """How does it compare with TRL?"""
+    for name, with_liger in peer.variants():
+        yield Check(
+            f"kto, 1.5b lora, trl with {name}{' and liger' * with_liger}",
+            partial(peer.compare_with_trl, name, with_liger, device, work),
+            minima={"times_as_fast": 1.0},
+            fix="if the sides disagree, compare the log-probabilities of single rows; else profile",
+        )
+
+
+PARTS: dict[str, Callable[[torch.device, Path, Path], Iterator[Check]]] = {
+    "A": part_a,
+    "B": part_b,
+    "C": part_c,
 }
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--steps", default="".join(STEPS), help="some of ABCD (default: all)")
-    steps = parser.parse_args(arguments).steps
-    if unknown := set(steps) - set(STEPS):
-        parser.error(f"unknown steps {', '.join(sorted(unknown))}")
-    device, on_gpu = best_device(), torch.cuda.is_available()
-    if device.type != "cuda":
-        parser.error("there is no CUDA device")
-    print(torch.cuda.get_device_name() if on_gpu else "a simulated device: sizes are tiny")
-    results: list[Result] = []
-    for step in steps:
-        for result in STEPS[step](device):
-            results.append(result)
-            if result.has_to_be_right and not result.is_within:
-                break
-        if results and results[-1].has_to_be_right and not results[-1].is_within:
-            break
-    print_table(results, is_compared=on_gpu)
-    compared = [result for result in results if on_gpu or result.has_to_be_right]
-    return 0 if all(result.is_within for result in compared) else 1
-
-
-def print_table(results: list[Result], *, is_compared: bool) -> None:
-    width = max(len(result.name) for result in results)
-    print(f"\n{'':4}{'':{width}} {'value':>10}    {'bar':>9}")
-    for result in results:
-        sign = ">=" if result.is_minimum else "<="
-        print(
-            f"{result.step:4}{result.name:{width}} {result.value:10.4g} {sign} {result.bar:9.4g}  "
-            f"{result.verdict(is_compared=is_compared)}"
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--out", type=Path, default=WORK)
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--until", type=float, default=time.time() + PART_SECONDS)
+    for flag in ("--retry", "--rehearse"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args(arguments)
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --rehearse runs all checks on the CPU")
+    if options.rehearse and torch.cuda.is_available():
+        parser.error("--rehearse is for machines without a GPU: set CUDA_VISIBLE_DEVICES=''")
+    work, out = options.work.resolve(), options.out.resolve()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "compiled"))
+    # TRL does not run on a simulated device.
+    is_simulated = options.rehearse and options.part != "C"
+    device = torch.device("cpu" if options.rehearse and not is_simulated else "cuda")
+    # A CPU of the rehearsal has no time for several processes at once.
+    workers = 1 if options.rehearse else 4
+    with simulated_device() if is_simulated else nullcontext():
+        recorder = Recorder(
+            options.part,
+            list(dict.fromkeys((out, work))),
+            options.until - time.time(),
+            compares=options.part == "A" or not options.rehearse,
+            retries=options.retry,
+            on_failure=nothing if options.rehearse else restart_if_device_is_lost,
         )
+        results = recorder.run(PARTS[options.part](device, work, out), workers)
+    good = sum(result.is_good for result in results)
+    print(f"\npart {options.part}: {good} of {len(results)} good")
+    for result in results:
+        if not result.is_good:
+            print(f"  {result.status:8} {result.name}")
+    return 0 if good == len(results) else 1
+
+
+def simulated_device() -> Any:
+    from tests import simulated_cuda
+
+    return simulated_cuda.simulated_device()
+
+
+def nothing() -> None:
+    """There is no device to be lost."""
+
+
+def restart_if_device_is_lost() -> None:
+    """Start this program again if an error has made the device unusable for this process, as an
+    illegal access to memory does. The results so far are in the file.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        kill_processes()
+        command = [argument for argument in sys.orig_argv if argument != "--retry"]
+        os.execv(sys.executable, command)
 
 
 if __name__ == "__main__":

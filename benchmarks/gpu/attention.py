@@ -1,24 +1,19 @@
-"""Step B: how fast is attention, with a program for each size and with one for all sizes?"""
+"""Part B: how fast is attention, with a program for each size and with one for all sizes?"""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.device.measure import median_seconds, release_memory, synchronize
-from valence.models.attention import ATTENTION_BACKENDS, CannotPackError, Layout
-from valence.models.check import compiler_failures
-from valence.models.flex import FlexVariant, Visible
+from benchmarks.gpu.steps import median_seconds, release_memory, synchronize
+from valence.models.attention import ATTENTION_BACKENDS, Layout
+from valence.models.flex import FlexVariant, Visible, is_flex
 from valence.models.layout import packed_runs, segment_table, segments_of
-from valence.models.memory import out_of_memory
 
 VARIANTS: tuple[FlexVariant, ...] = ("flex", "flex_dynamic")
 PREFIX, BRANCHES = 400, 8
@@ -69,34 +64,9 @@ class AttentionCase:
         return f"{self.rows} rows, {kind}"
 
 
-@dataclass(frozen=True)
-class AttentionFigures:
-    """Seconds of the forward and the backward pass, and of the first call, which compiles."""
-
-    case: AttentionCase
-    backend: str
-    forward: float = math.nan
-    backward: float = math.nan
-    first: float = math.nan
-    failure: str = ""
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"{self.backend:>13} {self.case!s:32} {self.failure}"
-        flops = self.case.flops / 1e12
-        return (
-            f"{self.backend:>13} {self.case!s:32} forward {self.forward * 1e3:8.3f} ms "
-            f"({flops / self.forward:4.0f} TFLOP/s), backward {self.backward * 1e3:8.3f} ms "
-            f"({2.5 * flops / self.backward:4.0f} TFLOP/s), first call {self.first:5.1f} s"
-        )
-
-
 CASES = (
-    *(AttentionCase(rows, n) for rows in (8192, 16_384, 32_768) for n in (160, 600, 4096)),
+    AttentionCase(16_384, 600),
+    AttentionCase(16_384, 4096),
     AttentionCase(16_384, 300, has_prefix=True),
 )
 SMALL_CASES = (
@@ -106,12 +76,17 @@ SMALL_CASES = (
 """Without a GPU."""
 
 
-def measure_attention(
-    case: AttentionCase, device: torch.device, repeats: int
-) -> Iterator[AttentionFigures]:
-    """Measure each variant of FlexAttention, FlashAttention for sequences of different lengths
-    (with copies of shared prefixes), and PyTorch's attention over separate documents.
+def backends_for(case: AttentionCase) -> tuple[str, ...]:
+    """The backends to measure; separate: PyTorch's attention over separate documents."""
+    return (*VARIANTS, "flash", *(() if case.has_prefix else ("separate",)))
+
+
+def measure_attention(case: AttentionCase, backend: str, device: torch.device) -> dict[str, float]:
+    """Measure the forward and the backward pass, and the first call of both, which compiles.
+
+    FlashAttention attends to copies of shared prefixes.
     """
+    release_memory(device)
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, heads, case.rows, case.head_dim).to(device, torch.bfloat16).requires_grad_()
@@ -119,40 +94,32 @@ def measure_attention(
     )
     table, scale = segment_table(case.segments), case.head_dim**-0.5
     segments = segments_of(table)
-    calls: dict[str, Any] = {}
-    for variant in VARIANTS:
-        visible = Visible(segments, (0,), device, variant)
-        calls[variant] = partial(visible, q, k, v, scale, 0, 0.0)
-    layout = Layout(table, None, scale, runs=packed_runs(segments, device))
-    calls["flash"] = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
-    if not case.has_prefix:
-        calls["sdpa"] = partial(_separate_documents, q, k, v, case)
-    for backend, call in calls.items():
-        try:
-            yield _measure(case, backend, call, (q, k, v), repeats)
-        except (CannotPackError, *compiler_failures()) as error:
-            reason = "out of memory" if out_of_memory(error) else str(error).splitlines()[0]
-            yield AttentionFigures(case, backend, failure=reason)
-        release_memory(device)
-
-
-def _measure(
-    case: AttentionCase, backend: str, call: Any, inputs: tuple[Tensor, ...], repeats: int
-) -> AttentionFigures:
-    device = inputs[0].device
+    if is_flex(backend):
+        call = partial(Visible(segments, (0,), device, backend), q, k, v, scale, 0, 0.0)
+    elif backend == "flash":
+        layout = Layout(table, None, scale, runs=packed_runs(segments, device))
+        call = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
+    else:
+        call = partial(_separate_documents, q, k, v, case)
     start = time.perf_counter()
-    out = call()
-    grad = torch.ones_like(out)
+    grad = torch.ones_like(call())
 
     def run() -> None:
-        torch.autograd.grad(call(), inputs, grad)
+        torch.autograd.grad(call(), (q, k, v), grad)
 
     run()
     synchronize(device)
     first = time.perf_counter() - start
+    repeats = 5 if torch.cuda.is_available() else 1
     forward = median_seconds(call, device, repeats)
     backward = max(1e-9, median_seconds(run, device, repeats) - forward)
-    return AttentionFigures(case, backend, forward, backward, first)
+    return {
+        "forward_ms": forward * 1e3,
+        "forward_tflops": case.flops / forward / 1e12,
+        "backward_ms": backward * 1e3,
+        "backward_tflops": 2.5 * case.flops / backward / 1e12,
+        "first_s": first,
+    }
 
 
 def _separate_documents(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:

@@ -1,52 +1,41 @@
-"""Step D: does a real run keep the device busy, and does it learn the same as on a CPU?
+"""Tiny runs to the end: KTO, twice and killed and resumed, GRPO, and KTO with a quantized model.
 
-python -m benchmarks.gpu.training FOLDER STEPS prints the losses of the first steps of KTO, as JSON:
-the other side of the comparison, in a process without a GPU.
+python -m benchmarks.gpu.training FOLDER KIND RUN [--kill-after STEP] trains in this process,
+which is killed with signal 9 after a step.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import random
-import subprocess
+import shutil
+import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch._logging import set_logs  # pyright: ignore[reportPrivateImportUsage]
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import valence
+from benchmarks.gpu.results import run_process
 from benchmarks.step.cases import Shape
 from benchmarks.step.inputs import config_of
 from valence.types import Completion
 
-HALF_BILLION = Shape(
-    "0.5b", 1024, hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_dim=128
+ON_GPU = Shape(
+    "tiny", 1024, hidden=512, intermediate=1536, layers=4, heads=8, kv_heads=4, head_dim=64
 )
-TINY = Shape("tiny", 320, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16)
-WARM_UP, PROFILED = 20, (40, 45)
-"""The step after which nothing should be compiled or allocated, and the profiled steps."""
+ON_CPU = Shape("tiny", 320, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16)
+STEPS, KILLED_AFTER, SAVED_EVERY = 10, 6, 4
+KINDS = ("kto", "grpo", "qlora")
 REWARD = "benchmarks.gpu.training:share_of_vowels"
-
-
-@dataclass
-class RunFigures:
-    """A run. losses: of each step. compile_share: compile time after WARM_UP steps, of the time
-    after them. allocations: calls of cudaMalloc after WARM_UP steps. idle: share of the profiled
-    steps in which no kernel ran.
-    """
-
-    losses: list[float] = field(default_factory=list[float])
-    compile_share: float = 0.0
-    allocations: int = 0
-    idle: float = 0.0
 
 
 def share_of_vowels(completions: Sequence[Completion]) -> list[float]:
@@ -55,8 +44,11 @@ def share_of_vowels(completions: Sequence[Completion]) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in texts]
 
 
-def write_files(folder: Path, shape: Shape, num_rows: int = 512, longest: int = 400) -> None:
-    """Write a random model, a tokenizer of bytes, and rows. longest: letters of a prompt."""
+def write_files(folder: Path) -> None:
+    """Write a random model, a tokenizer of bytes, and rows, unless they are there."""
+    if (folder / "prompts.jsonl").exists():
+        return
+    is_small = not torch.cuda.is_available()
     letters = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,133 +57,140 @@ def write_files(folder: Path, shape: Shape, num_rows: int = 512, longest: int = 
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder / "model")
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config_of(shape)).save_pretrained(folder / "model")
-    draw = random.Random(0)
+    model = Qwen3ForCausalLM(config_of(ON_CPU if is_small else ON_GPU))
+    model.save_pretrained(folder / "model")
+    draw, longest = random.Random(0), 24 if is_small else 400
 
     def text(longest: int) -> str:
         return "".join(draw.choices("abcdefghij ", k=draw.randint(longest // 4, longest)))
 
     rows = [
         {"prompt": text(longest), "completion": text(longest * 3 // 4), "label": bool(i % 2)}
-        for i in range(num_rows)
+        for i in range(64)
     ]
     for name, columns in (("thumbs", ("prompt", "completion", "label")), ("prompts", ("prompt",))):
         lines = (json.dumps({column: row[column] for column in columns}) for row in rows)
         (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def recipe(folder: Path, method: str, steps: int, batch_size: int, run: str) -> dict[str, Any]:
-    is_online = method == "grpo"
+def recipe(folder: Path, kind: str, run: str) -> dict[str, Any]:
+    on_gpu = torch.cuda.is_available()
+    is_online = kind == "grpo"
     sections: dict[str, Any] = {
-        "method": method,
+        "method": "grpo" if is_online else "kto",
         "model": {"name": str(folder / "model"), "dtype": "bfloat16"},
         "data": {
             "train": str(folder / ("prompts.jsonl" if is_online else "thumbs.jsonl")),
             "max_length": 1024,
         },
         "train": {
-            "batch_size": batch_size,
+            "batch_size": 16 if on_gpu else 4,
             "epochs": 10.0,
-            "max_steps": steps,
-            "learning_rate": 1e-5,
-            "micro_batch_tokens": 16_384,
-            "compile": "on" if torch.cuda.is_available() else "off",
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "micro_batch_tokens": 8192,
+            "compile": "on" if on_gpu else "off",
         },
-        "run": {"dir": str(folder / run), "log_every": 1, "samples": {"prompts": 0}},
+        "run": {
+            "dir": str(folder / run),
+            "log_every": 1,
+            "save_every": SAVED_EVERY,
+            "async_save": False,
+            "samples": {"prompts": 0},
+        },
     }
+    if kind == "qlora":
+        sections["model"] |= {"quantize": "nf4", "lora": {"rank": 8}}
     if is_online:
         sections["reward"] = REWARD
-        sections["rollout"] = {"num_rollouts": 8, "max_new_tokens": 300}
+        sections["rollout"] = {"num_rollouts": 4, "max_new_tokens": 64 if on_gpu else 4}
     else:
-        sections["reference"] = {"cache": "off"}
         sections["eval"] = {"train_examples": 0}
     return sections
 
 
-def run_training(
-    folder: Path,
-    method: str,
-    steps: int,
-    *,
-    batch_size: int = 16,
-    run: str | None = None,
-    changes: Mapping[str, Any] | None = None,
-) -> RunFigures:
-    """Train, and measure the run. changes: further settings by their dotted names."""
-    figures = RunFigures()
-    on_gpu = torch.cuda.is_available()
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    start: dict[str, float] = {}
+def train_in_process(folder: Path, kind: str, logs: Path) -> dict[str, Any]:
+    """Train to the end in a new process, and return the number of steps and two losses."""
+    return _losses(run_process(_fresh(folder, kind, "run"), logs / f"{kind}.log"), STEPS)
 
-    def follow(trainer: Any, record: Mapping[str, Any]) -> None:
-        if "loss" not in record:
-            return
-        figures.losses.append(float(record["loss"]))
-        if not on_gpu:
-            return
-        step = len(figures.losses)
-        if step == WARM_UP:
-            start.update(time=time.perf_counter(), compiled=_compile_seconds())
-            start["allocations"] = torch.cuda.memory_stats()["num_device_alloc"]
-        if step == PROFILED[0]:
-            start["profiled"] = time.perf_counter()
-            profiler.start()
-        if step == PROFILED[1]:
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - start["profiled"]
-            profiler.stop()
-            figures.idle = 1 - _busy_seconds(profiler) / wall
 
-    set_logs(recompiles=on_gpu)
+def compare_runs(folder: Path, logs: Path) -> dict[str, Any]:
+    """Train with KTO to the end, again, and again with a kill and a new cache of compiled programs.
+
+    unequal_again, unequal_resumed: number of tensors of weights that differ from the first run.
+    """
+    caches: list[dict[str, str]] = []
+    for k in range(2):
+        cache = folder / f"cache {k}"
+        shutil.rmtree(cache, ignore_errors=True)
+        caches.append(
+            {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        )
+    output = run_process(
+        _fresh(folder, "kto", "first"), logs / "kto first.log", environment=caches[0]
+    )
+    figures = _losses(output, STEPS)
+    run_process(_fresh(folder, "kto", "again"), logs / "kto again.log", environment=caches[0])
+    command, kill = _fresh(folder, "kto", "resumed"), ["--kill-after", str(KILLED_AFTER)]
+    log, status = logs / "kto killed.log", -signal.SIGKILL
+    run_process([*command, *kill], log, status=status, environment=caches[0])
+    output = run_process(command, logs / "kto resumed.log", environment=caches[1])
+    _losses(output, STEPS - SAVED_EVERY)  # the steps after the checkpoint
+    first, again, resumed = (
+        _weights(folder / run / "model") for run in ("first", "again", "resumed")
+    )
+    return figures | {
+        "unequal_again": sum(not torch.equal(first[name], again[name]) for name in first),
+        "unequal_resumed": sum(not torch.equal(first[name], resumed[name]) for name in first),
+        "largest_difference": max(
+            (first[name].float() - resumed[name].float()).abs().max().item() for name in first
+        ),
+    }
+
+
+def _losses(output: str, steps: int) -> dict[str, Any]:
+    """Return the first and the last loss that a run printed. Raises RuntimeError unless it ran this
+    number of steps with finite losses.
+    """
+    losses = json.loads(output.splitlines()[-1])
+    if len(losses) != steps or not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the losses of the steps are {losses}")
+    return {"steps": steps, "first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def _fresh(folder: Path, kind: str, run: str) -> list[str]:
+    """Return the command of a run, without what an earlier one has left."""
+    shutil.rmtree(folder / run, ignore_errors=True)
+    return [sys.executable, "-m", "benchmarks.gpu.training", str(folder), kind, run]
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("run")
+    parser.add_argument("--kill-after", type=int, default=0)
+    arguments = parser.parse_args()
+    write_files(arguments.folder)
+    losses: list[float] = []
+
+    def follow(_trainer: Any, record: Mapping[str, Any]) -> None:
+        if "loss" in record:
+            losses.append(float(record["loss"]))
+            if record["step"] == arguments.kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     valence.train(
-        recipe(folder, method, steps, batch_size, run or method),
-        callbacks=[follow],
-        quiet=True,
-        fresh=True,
-        **(changes or {}),
+        recipe(arguments.folder, arguments.kind, arguments.run), callbacks=[follow], quiet=True
     )
-    if "time" in start:
-        wall = time.perf_counter() - start["time"]
-        figures.compile_share = (_compile_seconds() - start["compiled"]) / wall
-        after = torch.cuda.memory_stats()["num_device_alloc"]
-        figures.allocations = int(after - start["allocations"])
-    return figures
-
-
-def losses_on_a_cpu(folder: Path, steps: int, batch_size: int) -> list[float]:
-    """Return the losses of the first steps of KTO, in a process without a GPU."""
-    command = [sys.executable, "-m", "benchmarks.gpu.training"]
-    done = subprocess.run(
-        [*command, str(folder), str(steps), str(batch_size)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _compile_seconds() -> float:
-    from torch._dynamo.utils import calculate_time_spent
-
-    return calculate_time_spent()["total_wall_time"]
-
-
-def _busy_seconds(profiler: Any) -> float:
-    """Return the seconds in which at least one kernel or copy ran."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.profiler.DeviceType.CUDA
-    )
-    busy, end = 0.0, float("-inf")
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return busy / 1e6
+    print(json.dumps(losses))
 
 
 if __name__ == "__main__":
-    place, count, rows = sys.argv[1:]
-    result = run_training(Path(place), "kto", int(count), batch_size=int(rows), run="kto_on_cpu")
-    print(json.dumps(result.losses))
+    main()

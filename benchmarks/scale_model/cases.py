@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.scale_model.model import Job, Layout, Machine, distribute_rows, sharded
 from valence.config.schema import LoraSettings
 from valence.models.checkpointing import Checkpointing
-from valence.models.head import CACHE_SHARE_CUDA, MAX_LOGITS
+from valence.models.head import CACHE_BYTES, MAX_LOGITS
 from valence.models.memory import NCCL_BUFFERS, Memory, Split, predict
 from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
@@ -163,7 +163,7 @@ def memory(
     )
     return replace(
         estimate,
-        head=int(CACHE_SHARE_CUDA * HBM) + 4 * 4 * MAX_LOGITS["cuda"],
+        head=CACHE_BYTES["cuda"] + 4 * 4 * MAX_LOGITS["cuda"],
         communication=NCCL_BUFFERS if layout.processes > 1 else 0,
     )
 

@@ -44,7 +44,7 @@ def main() -> int:
         if (case.name in arguments.only if arguments.only else case.quick or not arguments.quick)
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # both sides run on the CPU; for a GPU there is ``benchmarks.device``
+        ""  # both sides run on the CPU; for a GPU there is ``benchmarks.gpu``
     )
     python = peer_python()
     if python is None and not arguments.alone:

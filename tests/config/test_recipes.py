@@ -95,10 +95,10 @@ def gigabytes(result: Plan, tokens: int) -> float:
 @pytest.mark.parametrize(
     ("name", "gpus", "split", "tokens", "predicted"),
     [
-        ("llama_8b_lora", 1, Split(), 32768, 36.8),
-        ("llama_8b_full", 8, Split(8), 8192, 47.9),
-        ("llama_70b", 64, Split(8, 8), 8192, 57.4),
-        ("qwen_7b_grpo", 1, Split(), 32768, 35.3),
+        ("llama_8b_lora", 1, Split(), 32768, 35.4),
+        ("llama_8b_full", 8, Split(8), 8192, 46.5),
+        ("llama_70b", 64, Split(8, 8), 8192, 56.0),
+        ("qwen_7b_grpo", 1, Split(), 32768, 33.9),
     ],
 )
 def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
@@ -115,16 +115,16 @@ def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
 
 @pytest.mark.slow
 def test_what_the_recipes_say_of_other_machines(planned: Plans):
-    assert gigabytes(planned("llama_8b_lora", 1), 4096) == pytest.approx(22.7, abs=0.1)
+    assert gigabytes(planned("llama_8b_lora", 1), 4096) == pytest.approx(21.3, abs=0.1)
     assert gigabytes(planned("llama_8b_lora", 1, "train.checkpointing=off"), 4096) == pytest.approx(
-        50.8, abs=0.1
+        49.4, abs=0.1
     )
-    assert gigabytes(planned("llama_8b_full", 4), 8192) == pytest.approx(68.0, abs=0.1)
+    assert gigabytes(planned("llama_8b_full", 4), 8192) == pytest.approx(66.6, abs=0.1)
     assert gigabytes(planned("llama_8b_full", 1), 8192) > HBM / 1e9  # nothing to split over
     without_tensor = planned("llama_70b", 64, "parallel.tensor=1")
     assert gigabytes(without_tensor, 8192) > HBM / 1e9
-    assert gigabytes(planned("llama_70b", 32), 8192) > 0.97 * HBM / 1e9
+    assert gigabytes(planned("llama_70b", 32), 8192) > 0.95 * HBM / 1e9
     adapter = planned(
         "llama_70b", 8, "model.lora={rank: 16}", "parallel.tensor=1", "train.learning_rate=1.0e-5"
     )
-    assert gigabytes(adapter, 8192) == pytest.approx(46.5, abs=0.1)
+    assert gigabytes(adapter, 8192) == pytest.approx(45.0, abs=0.1)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests import simulated_cuda
 from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
 from tests.simulated_cuda import CUDA, simulated_device, varlen_attention
 from valence.models import attention, flex, layout, native
@@ -90,6 +91,37 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+
+def varlen_attention_of_211(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """With the signature of PyTorch 2.11, which has no grouped heads."""
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    return simulated_cuda.varlen_attention(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options
+    )
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_flash_attention_of_an_old_pytorch_has_grouped_heads_too(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = heads(420, d=16, d_v=16)
+    expected = with_gradients(attend_by("sdpa", *inputs, segment_table(TREE), window), inputs)
+    monkeypatch.setattr(f"{__name__}.varlen_attention", varlen_attention_of_211)
+    results = with_gradients(attend_by("flash", *inputs, segment_table(TREE), window), inputs)
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-9, atol=1e-9)
 
 
 TREE = [(0, 90, -1), (90, 100, 0), (100, 230, 0), (230, 231, 2), (231, 300, 2), (300, 420, -1)]

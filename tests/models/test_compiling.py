@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 from torch.profiler import ProfilerActivity, profile
 
 from tests.models.test_oracle import PATTERNS, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from valence.models import compiling
+from valence.models import compiling, flex
 from valence.models.build import build_policy
 from valence.models.check import plain_batch
 from valence.models.compiling import compile_layers, compiled_program
@@ -137,6 +138,46 @@ def test_two_models_that_sample_at_once_leave_compiled_programs_usable() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_programs_for_a_gpu_do_not_depend_on_measurements(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run that resumes with another cache of programs may round differently. Forward
+    and backward pass are compiled with the setting.
+    """
+    compiled: list[bool] = []
+    compile_inner = compile_fx._compile_fx_inner
+
+    def follow(*inputs: Any, **options: Any) -> Any:
+        compiled.append(torch._inductor.config.deterministic)
+        return compile_inner(*inputs, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    options = flex.compiler_options()
+    monkeypatch.undo()
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", follow)
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), options=options)(x).backward()
+    assert compiled == [on_gpu] * 2
+
+
+def test_all_programs_for_a_gpu_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[Any] = []
+
+    def follow(function: Any, **options: Any) -> Any:
+        settings.append(options["options"])
+        return function
+
+    monkeypatch.setattr(torch, "compile", follow)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    compiling.compiled_program.__wrapped__(len)
+    flex._compiled.__wrapped__(False)
+    layer = nn.Identity()
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    compiling._compile(layer, is_sharded=False)
+    assert settings == [{"deterministic": True}] * 3
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
 def test_layers_are_compiled_around_the_attention_of_cuda() -> None:

@@ -11,12 +11,10 @@ import torch
 
 from benchmarks.gpu.correctness import (
     BACKENDS,
-    BOUNDS,
     GROUPED,
+    PACKED_LIMITS,
     backends_for,
-    compare_with_one_by_one,
-    grouped_policy,
-    long_batch,
+    compare_packed,
 )
 from tests.models.test_oracle import PATTERNS, one_by_one, prefix_tree_batch
 from tests.prefix_trees import conversations
@@ -142,13 +140,13 @@ def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", PACKED_LIMITS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_blocks_of_attention_equal_one_by_one(backend: str, dtype: torch.dtype) -> None:
     """Full blocks, shared prefixes, two passes of different sizes, and seven heads to a key."""
     if backend not in backends_for(dtype):
         return
-    policy = grouped_policy(GROUPED, dtype, CUDA)
-    errors = compare_with_one_by_one(policy, long_batch(GROUPED.vocabulary, CUDA), backend)
-    for error, bound in zip(errors, BOUNDS[dtype], strict=True):
-        assert error <= bound
+    figures = compare_packed(GROUPED, dtype, CUDA, backend)
+    assert {name: figures[name] <= limit for name, limit in PACKED_LIMITS[dtype].items()} == (
+        dict.fromkeys(figures, True)
+    )

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.errors import raises_error
+from tests.simulated_cuda import simulated_device
 from valence.models import head, native
 from valence.models.head import (
     HEAD_BACKENDS,
@@ -171,8 +172,7 @@ def test_each_backend_computes_the_oracle(
     probabilities kept and with none.
     """
     monkeypatch.setattr(head, "MAX_COLUMNS", columns)
-    monkeypatch.setattr(head, "CACHE_BYTES", keep * 2**30)
-    monkeypatch.setattr(head, "CACHE_SHARE_CUDA", keep / 32)
+    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep * 2**30))
     tested, hidden, target = make_head(backend, precision, variant, device)
     reason = HEAD_BACKENDS[backend].unsupported(tested, hidden, entropy)
     if reason and any(part in reason for part in MACHINE):
@@ -199,7 +199,7 @@ def test_each_backend_computes_the_oracle(
 def test_some_probabilities_are_kept(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ranges come from the cache, the others are computed again."""
     monkeypatch.setattr(head, "MAX_COLUMNS", 7)
-    monkeypatch.setattr(head, "CACHE_BYTES", keep * 7 * ROWS * 8)
+    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep * 7 * ROWS * 8))
     tested, hidden, target = make_head("torch", "float64")
     logps, _ = tested(hidden, target)
     cache = logps.grad_fn.saved_tensors[9:]  # type: ignore[union-attr]
@@ -317,7 +317,7 @@ def test_the_gradient_of_a_nearly_certain_token_is_not_zero(
     keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """p is 1 in bfloat16, but p - 1 is not 0."""
-    monkeypatch.setattr(head, "CACHE_BYTES", keep)
+    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
     layer, hidden = layer_with_logits([8, 0, 0])
     Head(layer, rounds_to_bfloat16=True)(hidden, torch.tensor([0]))[0].sum().backward()
     p = torch.softmax(torch.tensor([8.0, 0, 0]).double(), -1)[0]
@@ -334,7 +334,7 @@ def test_a_target_in_a_range_of_negligible_probability_has_a_gradient(
 ) -> None:
     """exp(-200) is 0 in float32. The range of the target is the first or the last one."""
     monkeypatch.setattr(head, "MAX_COLUMNS", 2)
-    monkeypatch.setattr(head, "CACHE_BYTES", keep)
+    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
     logits = [-200.0, -201, 0, 1, -200, -202]
     layer, hidden = layer_with_logits(logits)
     Head(layer, rounds_to_bfloat16=rounds)(hidden, torch.tensor([target]))[0].sum().backward()
@@ -370,6 +370,20 @@ def test_frozen_tensors_get_no_gradient(frozen: str) -> None:
     else:
         assert hidden.grad is None
         torch.testing.assert_close(weight.grad, expected[3], rtol=1e-12, atol=1e-12)
+
+
+def test_results_do_not_depend_on_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backward pass computes again, and so rounds again, is the same on all GPUs."""
+    layer = nn.Linear(8, 4096, bias=False)
+    hidden, target = torch.randn(64, 8, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
+    monkeypatch.setattr(head, "MAX_COLUMNS", 64)
+    with simulated_device():
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: 1 / 0)
+        rows = hidden.to("cuda").requires_grad_()
+        logps = Head(layer.to("cuda"), rounds_to_bfloat16=True)(rows, target.to("cuda"))[0]
+        logps.sum().backward()
+        assert rows.grad is not None
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -442,7 +456,7 @@ def test_memory_has_neither_all_logits_nor_a_second_gradient_of_the_weight(
     rounds: bool, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 100)
-    monkeypatch.setattr(head, "CACHE_BYTES", keep)
+    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
     tested = Head(make_layer(torch.float32, vocabulary=2000), rounds_to_bfloat16=rounds)
     weight: Any = tested.layer.weight
     elements = 0

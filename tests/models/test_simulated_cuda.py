@@ -109,7 +109,7 @@ def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None
     [
         ((), "flex", "None prefix tree"),
         (("flex",), "flex_small", "None prefix tree attention flex_small"),
-        (("flex", "flex_small"), "sdpa", "None prefix tree attention sdpa"),
+        (("flex", "flex_small"), "sdpa", "None prefix tree attention sdpa"),  # float32
     ],
 )
 def test_the_next_attention_backend_is_used_if_one_fails(
@@ -128,6 +128,14 @@ def test_the_next_attention_backend_is_used_if_one_fails(
     assert [problem.code for problem in problems] == ["attention-fallback"] * bool(broken)
     torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_flash_attention_comes_before_attention_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_device(), monkeypatch.context() as patch:
+        break_backends(patch, ("flex", "flex_small"))
+        with pytest.warns(PackingWarning):
+            engine, _ = built("llama", "off", PATTERNS[1], CUDA, torch.bfloat16)
+        assert engine.attention_backend == "flash"
 
 
 def test_one_sequence_at_a_time_on_a_device_must_be_allowed(

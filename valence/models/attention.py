@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -292,6 +293,11 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tens
         x[0].transpose(0, 1)[rows]
         for x, rows in ((query, runs.queries), (key, runs.keys), (value, runs.keys))
     )
+    grouped_heads: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1] and _groups_heads(varlen_attn):
+        grouped_heads = {"enable_gqa": True}
+    elif q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     out = varlen_attn(
         q,
         k,
@@ -303,10 +309,16 @@ def _by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tens
         scale=layout.scale,
         # With a right side of 0, the last query attends to all keys, and the others causally.
         window_size=(layout.window - 1 if layout.window else -1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped_heads,
     )
     assert isinstance(out, Tensor)
     return out[runs.order][None]
+
+
+@cache
+def _groups_heads(varlen: Callable[..., Any]) -> bool:
+    """Whether several query heads may share a key head, which PyTorch 2.11 does not support."""
+    return "enable_gqa" in signature(varlen).parameters
 
 
 def _flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
@@ -344,7 +356,7 @@ ATTENTION_BACKENDS = {
 FlexAttention for block masks, FlashAttention for packed runs, cpu or products on a CPU, and sdpa
 elsewhere. The variants of flex are those of ``flex.FlexVariant``.
 """
-AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "sdpa")
+AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "flash", "sdpa")
 """The first one that computes what the model's own attention does is used."""
 REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "flash", "sdpa", "one_by_one")
 """Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.

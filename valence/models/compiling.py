@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.errors import UserError
 from valence.models.check import TOLERANCE, compiler_failures, plain_batch, scores_or_logps
+from valence.models.flex import compiler_options
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
@@ -129,7 +130,7 @@ def _compile(layer: Any, *, is_sharded: bool) -> None:
     if is_sharded or (layer.gradient_checkpointing and not RECOMPUTES_CALLS):
         layer.forward = partial(_forward, layer)
     else:
-        nn.Module.compile(layer, dynamic=True)
+        nn.Module.compile(layer, dynamic=True, options=compiler_options())
 
 
 def _restore(layer: Any) -> None:
@@ -159,7 +160,7 @@ def _forward(layer: Any, *inputs: Any, **options: Any) -> Any:
 @cache
 def compiled_program(forward: Any) -> Any:
     """Return the compiled forward of a class of layers."""
-    return torch.compile(forward, dynamic=True)
+    return torch.compile(forward, dynamic=True, options=compiler_options())
 
 
 def _values_and_norm(

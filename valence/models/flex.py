@@ -138,7 +138,18 @@ def _compiled(is_dynamic: bool) -> Any:
     fullgraph: beyond its limit of programs the compiler would otherwise silently compute attention
     without a kernel, with all scores in memory at once.
     """
-    return torch.compile(flex_attention, dynamic=is_dynamic, fullgraph=True)
+    return torch.compile(
+        flex_attention, dynamic=is_dynamic, fullgraph=True, options=compiler_options()
+    )
+
+
+def compiler_options() -> dict[str, Any] | None:
+    """Return PyTorch's options for compiled programs.
+
+    On a GPU, the compiler measures several kernels of a reduction and takes the fastest, which
+    rounds differently in the next process. In its deterministic mode it measures none of them.
+    """
+    return {"deterministic": True} if torch.cuda.is_available() else None
 
 
 def raise_recompile_limits() -> None:

@@ -39,13 +39,9 @@ product.
 """
 LAYER_ROWS = 512
 """Rows of logits that exist at once where the head is not a plain linear layer."""
-CACHE_BYTES = 128 * 2**20
-"""Bytes of probabilities that a forward pass keeps on a CPU. The backward pass computes the others
-again.
-"""
-CACHE_SHARE_CUDA = 1 / 32
-"""The same on a CUDA device, as a share of its total memory. A share of the free memory would let
-results depend on what else is allocated.
+CACHE_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+"""Bytes of probabilities that a forward pass keeps. The backward pass computes the others again,
+which rounds differently: a share of a device's memory would let results depend on the device.
 """
 LOG2E = 1 / math.log(2)
 MIN_FACTOR = 1e-30
@@ -675,13 +671,8 @@ class _Tiles:
         """
         if self.head.softcap is not None:
             return 0
-        device = self.buffer.device
-        room = (
-            CACHE_SHARE_CUDA * torch.cuda.get_device_properties(device).total_memory
-            if device.type == "cuda"
-            else CACHE_BYTES
-        )
-        return int(room // (max(self.buffer.numel(), 1) * self.hidden.element_size()))
+        room = CACHE_BYTES["cuda" if self.hidden.is_cuda else "cpu"]
+        return room // (max(self.buffer.numel(), 1) * self.hidden.element_size())
 
     def weight_operand(self, start: int, stop: int) -> Tensor:
         """Return these rows of the weight [w, h], rounded like all operands."""

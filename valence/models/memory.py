@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from valence.models.head import CACHE_BYTES, CACHE_SHARE_CUDA, MAX_LOGITS
+from valence.models.head import CACHE_BYTES, MAX_LOGITS
 from valence.models.quantized import BYTES, STATES
 
 if TYPE_CHECKING:
@@ -287,12 +287,8 @@ def _sharded(memory: Memory, shape: Shape, split: Split, width: int) -> Memory:
 
 def _head(device: torch.device) -> int:
     """Return the bytes of cached probabilities and of a few copies of the logits."""
-    if device.type != "cuda":
-        return CACHE_BYTES + 4 * 4 * MAX_LOGITS["cpu"]
-    return (
-        int(CACHE_SHARE_CUDA * torch.cuda.get_device_properties(device).total_memory)
-        + 4 * 4 * MAX_LOGITS["cuda"]
-    )
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return CACHE_BYTES[kind] + 4 * 4 * MAX_LOGITS[kind]
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -1,5 +1,5 @@
-"""Measure this device: the rate of products and copies, the head, and complete steps without the
-optimizer's update. Weights and tokens are random.
+"""Part B: the rates of products and copies, the head, and complete steps without the optimizer's
+update, with their memory against its prediction. Weights and tokens are random.
 """
 
 from __future__ import annotations
@@ -7,8 +7,10 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,11 +24,12 @@ from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.process_group import SingleProcess
 from valence.models import speed
 from valence.models.build import build_policy
+from valence.models.checkpointing import Checkpointing
 from valence.models.compiling import compile_layers, why_not
 from valence.models.digest import Digests
 from valence.models.gradients import clear
 from valence.models.head import Head
-from valence.models.memory import out_of_memory, predict
+from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import shape_of, skeleton_of
 from valence.trainer.methods import METHODS
@@ -34,7 +37,7 @@ from valence.trainer.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 
 BUDGET = 16_384  # tokens of a micro-batch
-REPEATS = 5
+REPEATS = 3
 SMALLER = Shape(
     "1.5b", 151_936, hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, head_dim=128
 )
@@ -67,6 +70,10 @@ class Variant:
     lora: bool = False
     recomputed: bool = False
 
+    @property
+    def checkpointing(self) -> Checkpointing:
+        return "full" if self.recomputed else "off"
+
     def __str__(self) -> str:
         options = " lora" * self.lora + ", recomputed" * self.recomputed
         return f"{self.shape.name}{options}"
@@ -74,45 +81,18 @@ class Variant:
 
 VARIANTS = (
     Variant(SMALLER),
-    Variant(SMALLER, recomputed=True),
     Variant(LARGER, lora=True, recomputed=True),
+    Variant(SMALLER, lora=True),
 )
 SMALL_VARIANTS = (
     Variant(TINY),
-    Variant(TINY, recomputed=True),
     Variant(TINY, lora=True, recomputed=True),
+    Variant(TINY, lora=True),
 )
 """Without a GPU."""
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """A measured step. share: of the operations per second of a large product that its necessary
-    operations are. peak, reserved: bytes of the device that tensors had, and that PyTorch reserved.
-    predicted: the estimate for tensors. failure: why there are no figures.
-    """
-
-    case: str
-    variant: Variant
-    loss: float = math.nan
-    seconds: float = math.nan
-    tokens_per_second: float = math.nan
-    share: float = math.nan
-    peak: int = 0
-    reserved: int = 0
-    predicted: int = 0
-    failure: str = ""
-
-    def __str__(self) -> str:
-        name = f"{self.case:>12} {self.variant!s:22}"
-        if self.failure:
-            return f"{name} {self.failure}"
-        return (
-            f"{name} loss {self.loss:9.4f}  {self.seconds:8.3f} s  "
-            f"{self.tokens_per_second:10,.0f} tokens/s  {self.share:5.2f} of the ceiling  "
-            f"{self.peak / 1e9:5.1f} GB, reserved {self.reserved / 1e9:5.1f}, "
-            f"predicted {self.predicted / 1e9:5.1f}"
-        )
+LIMITS = {"peak_over_predicted": 1.05, "reserved_over_predicted": 1.15}
+SHARES = {"1.5b kto": 0.35, "8b lora, recomputed dpo": 0.42}
+"""Minimum share of the rate of a large product that a step should reach."""
 
 
 @dataclass
@@ -192,38 +172,26 @@ def head_seconds(shape: Shape, tokens: int, device: torch.device) -> tuple[float
     return median_seconds(run, device), median_seconds(multiply, device)
 
 
-def measure_steps(
-    variant: Variant, device: torch.device, rate: float, repeats: int = REPEATS
-) -> Iterator[StepFigures]:
-    """Measure a step of each case. A case that runs out of memory has a failure, and the next ones
-    are still measured.
-
-    rate: operations per second of a large product.
+@cache
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Return the rates of a large product in bfloat16 and of a copy, and the time of the head
+    relative to its products.
     """
-    torch.compiler.reset()
-    try:
-        policy = make_policy(variant, device)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        policy = None
-    for case in CASES:
-        if policy is None:
-            yield StepFigures(case.name, variant, failure="out of memory while loading")
-            continue
-        try:
-            figures = _measure_step(case, variant, policy, rate, repeats)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            figures = StepFigures(case.name, variant, failure="out of memory")
-        clear(list(policy.parameters()), keep=False)
-        release_memory(device)
-        yield figures
+    on_gpu = torch.cuda.is_available()
+    size = 8192 if on_gpu else 256
+    seconds, products = head_seconds(*((LARGER, 8192) if on_gpu else (TINY, 256)), device)
+    return {
+        "product_tflops": product_rate(device, size) / 1e12,
+        "copy_tb_per_s": copy_rate(device, size) / 1e12,
+        "head_over_products": seconds / products,
+    }
 
 
+@lru_cache(maxsize=1)
 def make_policy(variant: Variant, device: torch.device) -> PolicyModel:
     """Return a policy with random weights and products in bfloat16, compiled on a GPU."""
+    release_memory(device)
+    torch.compiler.reset()
     torch.manual_seed(0)
     config = config_of(variant.shape)
     dtype = torch.bfloat16 if variant.lora else torch.float32
@@ -237,22 +205,26 @@ def make_policy(variant: Variant, device: torch.device) -> PolicyModel:
         model,
         dtype=torch.bfloat16,
         lora=Lora() if variant.lora else None,
-        checkpointing="full" if variant.recomputed else "off",
+        checkpointing=variant.checkpointing,
     )
     if not why_not(policy.device) and torch.cuda.is_available():
         compile_layers(policy)
     return policy
 
 
-def _measure_step(
-    case: Case, variant: Variant, policy: PolicyModel, rate: float, repeats: int
-) -> StepFigures:
-    device, on_gpu = policy.device, torch.cuda.is_available()
+def make_step(
+    case: Case, variant: Variant, device: torch.device
+) -> tuple[PolicyModel, list[TokenizedExample], Callable[[], float]]:
+    """Return a policy, the rows of a step, and a function that runs it and returns its loss."""
+    # The policy of another variant goes first: both together may not fit.
+    policy = make_policy(variant, device)
+    clear(list(policy.parameters()), keep=False)
+    release_memory(device)
     case = replace(
         case,
         shape=variant.shape,
         lora=variant.lora,
-        prompts=case.prompts if on_gpu else PROMPTS_ON_A_CPU,
+        prompts=case.prompts if torch.cuda.is_available() else PROMPTS_ON_A_CPU,
     )
     units = [_with_advantages(unit) for unit in draw_sets(case, 1)[0]]
     method = METHODS[case.method]
@@ -271,38 +243,81 @@ def _measure_step(
         clear(list(policy.parameters()))
         return loss
 
+    return policy, units, run
+
+
+def measure_step(case: Case, variant: Variant, device: torch.device) -> dict[str, Any]:
+    """Measure a step: tokens per second; the share of the operations per second of a large product
+    that its necessary operations are; the memory of tensors and that which PyTorch reserved (GB),
+    and both relative to the estimate for tensors.
+    """
+    policy, units, run = make_step(case, variant, device)
+    repeats = REPEATS if torch.cuda.is_available() else 1
     seconds = median_seconds(run, device, repeats)
-    peak = reserved = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     loss = run()
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss}")
+    peak = reserved = 0
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
     work = work_of(case, units)
     parts = [speed.Work(work.layers[k], work.head[k], work.attended[k]) for k in (0, 1)]
-    checkpointing = "full" if variant.recomputed else "off"
     shape = shape_of(skeleton_of(policy.causal), lora=Lora() if variant.lora else None)
     memory = predict(
         shape,
         width=2,
         frozen_copy=False,
-        checkpointing=checkpointing,
+        checkpointing=variant.checkpointing,
         compiled=policy.compiled,
         device=device,
     )
     predicted = memory.total(min(BUDGET, sum(work.layers))) - memory.program - memory.optimizer
-    return StepFigures(
-        case.name,
-        variant,
-        loss=loss,
-        seconds=seconds,
-        tokens_per_second=sum(work.layers) / seconds,
-        share=speed.step(shape, *parts) / rate / seconds,
-        peak=peak,
-        reserved=reserved,
-        predicted=predicted,
+    rate = ceilings(device)["product_tflops"] * 1e12
+    return {
+        "loss": loss,
+        "seconds": seconds,
+        "tokens_per_s": sum(work.layers) / seconds,
+        "share": speed.step(shape, *parts) / rate / seconds,
+        "peak_gb": peak / 1e9,
+        "peak_over_predicted": peak / predicted,
+        "reserved_over_predicted": reserved / predicted,
+        "attention": policy.attention_backend,
+        "compiled": policy.compiled,
+    }
+
+
+def profile_step(
+    case: Case, variant: Variant, device: torch.device, folder: Path
+) -> dict[str, Any]:
+    """Profile a step: a trace and a table of the operators by their time on the device. Return the
+    share of the time in which the device computed.
+    """
+    _, _, run = make_step(case, variant, device)
+    for _ in range(2):
+        run()
+    synchronize(device)
+    start = time.perf_counter()
+    with torch.profiler.profile() as profiler:
+        run()
+        synchronize(device)
+    seconds = time.perf_counter() - start
+    by_time = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=by_time, row_limit=40)
+    (folder / "profile.txt").write_text(f"{variant} {case.name}\n{table}", encoding="utf-8")
+    profiler.export_chrome_trace(str(folder / "profile.json.gz"))
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.profiler.DeviceType.CUDA
     )
+    busy, end = 0.0, float("-inf")
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return {"step": f"{variant} {case.name}", "busy": busy / 1e6 / seconds}
 
 
 def _with_advantages(unit: TokenizedExample) -> TokenizedExample:
