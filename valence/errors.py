@@ -56,6 +56,7 @@ def field_problem(error: Mapping[str, Any]) -> str:
     for ending in ("", "_type", "_parsing"):
         if kind.endswith(ending) and (expected := EXPECTED.get(kind.removesuffix(ending))):
             value = json.dumps(error.get("input"), ensure_ascii=False, default=str)
+            value = value.encode(errors="backslashreplace").decode()
             value = value if len(value) <= MAX_VALUE else f"{value[: MAX_VALUE - 3]}..."
             return f"{value} is not {expected.format(**error.get('ctx', {}))}"
     message = str(error["msg"]).removeprefix("Value error, ")

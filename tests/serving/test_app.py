@@ -196,6 +196,11 @@ BAD_BODIES = [
     ("/v1/chat/completions", {"messages": HELLO, "temperature": 3}, "temperature"),
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
     ("/v1/chat/completions", {"messages": HELLO, "seed": -1}, "seed"),
+    ("/v1/chat/completions", {"messages": HELLO, "n": True}, "n"),
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": "5"}, "max_tokens"),
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2**40}, "max_tokens"),
+    ("/v1/chat/completions", {"messages": HELLO, "temperature": "0.5"}, "temperature"),
+    ("/v1/chat/completions", {"messages": HELLO, "stream": "yes"}, "stream"),
     ("/v1/chat/completions", {"messages": HELLO, "stop": 5}, "stop"),
     ("/v1/chat/completions", {"messages": HELLO, "stop": ["a"] * 5}, "stop"),
     ("/v1/chat/completions", {"messages": HELLO, "stream": "perhaps"}, "stream"),
@@ -320,7 +325,7 @@ def test_messages_that_cannot_be_answered_are_refused(served: Served, path: str)
     for key in ('"a": "\\ud800"', '"a": NaN', '"a": Infinity'):
         content = f'{{"messages": [{{"role": "user", "content": "a", {key}}}]}}'.encode()
         response = served.request("POST", path, content=content, headers=headers)
-        assert (response.status_code, error_of(response)["code"]) == (400, "row-not-json")
+        assert (response.status_code, error_of(response)["code"]) == (400, "field-invalid")
     assert served.errors == []
     assert not served.out.with_suffix(".answers.jsonl").read_bytes()
 

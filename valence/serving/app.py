@@ -5,6 +5,8 @@
 import asyncio
 import hmac
 import json
+import math
+import re
 import secrets
 import time
 from collections.abc import (
@@ -24,9 +26,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from valence.errors import UserError, field_problem
-from valence.jobs.row_job import as_line
 from valence.rewards.http_limits import Application, BodyError, BodyReader, Receive, Send
 from valence.rollouts import Sampling
+from valence.rollouts.protocol import MAX_TOKENS
 from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id
 from valence.serving.feedback import ComparisonResults, FeedbackStore, Winner
 from valence.serving.prompts import PromptQueue
@@ -46,6 +48,7 @@ MAX_BODIES = 8 * MAX_BODY
 """Maximum bytes of all requests that are being read."""
 BODY_SECONDS = 60.0
 """Time limit for a client to send a request."""
+SURROGATE = re.compile("[\\ud800-\\udfff]")
 MAX_DEPTH = 64
 """Maximum levels of lists and objects in a request."""
 
@@ -71,24 +74,35 @@ PAGE_FILES = {
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _limit_depth(cls, value: Any) -> Any:
+    def _check_parts(cls, value: Any) -> Any:
         level = [value]
         for _ in range(MAX_DEPTH):
             level = [item for part in level for item in _items(part)]
+            if not all(map(_is_storable, level)):
+                raise ValueError("the body has NaN, Infinity or text that is not valid Unicode")
         if level:
             raise ValueError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
         return value
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """The parts of a list or an object."""
+    """The parts of a list, or the names and values of an object."""
     if isinstance(value, dict):
-        return value.values()
+        return (*value, *value.values())
     return value if isinstance(value, list) else ()
+
+
+def _is_storable(value: Any) -> bool:
+    """Whether a file of JSON lines can have a value: not NaN, Infinity, or half of a surrogate
+    pair.
+    """
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, str) or not SURROGATE.search(value)
 
 
 def _check_content(value: Any) -> Any:
@@ -179,8 +193,8 @@ class CompletionRequest(Body):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Annotated[list[StopString], Field(max_length=4), BeforeValidator(_as_list)] = []
@@ -360,7 +374,6 @@ class FeedbackService(WebService):
                 fix="retry later",
             )
         turns = [_normalize(turn.model_dump()) for turn in messages]
-        _check_storable([*turns, *tools])
         return await asyncio.to_thread(model.encode, turns, tools)
 
     async def encode_sides(self, ask: Ask) -> list[tuple[ChatModel, ChatPrompt]]:
@@ -445,30 +458,18 @@ def _normalize(message: Mapping[str, Any]) -> Message:
     """
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
             raise UserError(
                 "a message has content that is not text",
                 code="content-not-text",
                 where="messages",
                 fix="send only text",
             )
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = "".join(map(str, texts))
     role = "system" if message["role"] == "developer" else message["role"]
     fields = {name: value for name, value in message.items() if value is not None}
     return {**fields, "role": role, "content": content}
-
-
-def _check_storable(parts: Sequence[Message]) -> None:
-    """Raise UserError for values that cannot be written to a UTF-8 file of JSON lines."""
-    try:
-        as_line({"parts": parts}).encode()
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"the messages contain a value that cannot be stored ({error})",
-            code="row-not-json",
-            where="messages",
-            fix="remove this value, or nest it less deeply",
-        ) from error
 
 
 class Gate:
@@ -608,12 +609,14 @@ def base_application(
         message, code = field_problem(first), "field-invalid"
         if first["type"] == "json_invalid":
             message, place = "the body is not JSON", ""
+        elif not place and first["type"] == "missing":
+            message = "the body is missing"
         elif place in NEUTRAL:
             message = f"the server supports only {json.dumps(NEUTRAL[place])}"
         elif first["type"] == "extra_forbidden":
             message, code = "the server does not support this field", "field-unsupported"
         return error_response(
-            400, f"{place}: {message}" if place else message, code=code, param=place
+            400, f"{place}: {message}" if place else message, code=code, param=place or None
         )
 
     @app.exception_handler(Exception)
