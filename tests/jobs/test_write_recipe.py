@@ -138,6 +138,8 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
         (("prompt", "completion", "feedback"), ("good", ""), "label"),
         (("prompt", "completion", "feedback"), ("too long", "fine"), None),
         (("prompt", "completion", "tokens"), ("5", "7"), None),
+        (("question", "answer", "thumb"), ("up", "downn"), "label"),
+        (("question", "answer", "helpful"), ("helpful", "not helpful"), "label"),
     ],
 )
 def test_a_rating_under_another_name_is_read_and_a_comment_is_not(
@@ -151,7 +153,30 @@ def test_a_rating_under_another_name_is_read_and_a_comment_is_not(
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
     recipe = load_recipe("recipe.yaml", method_of=method_of).recipe
     assert recipe.data.train[0].keys.get(keys or "label") == (rating if keys else None)
-    assert (recipe.method == "kto") is (keys is not None and cells[1] != "")
+    assert (recipe.method == "kto") is (keys is not None and cells[1] not in ("", "downn"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("instruction", "good_answer", "bad_answer"),
+        ("question", "good", "bad"),
+        ("prompt", "chosen_response", "rejected_response"),
+        ("Question", "Better", "Worse"),
+    ],
+)
+def test_pairs_under_other_names_are_read(prompt: str, chosen: str, rejected: str) -> None:
+    rows = [{prompt: f"q {i}", chosen: f"good {i}", rejected: f"bad {i}"} for i in range(40)]
+    write(rows, "rows.csv")
+    write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
+    assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == "dpo"
+
+
+def test_rows_with_prompts_alone_name_the_columns_that_are_not_read() -> None:
+    rows = [{"prompt": f"q {i}", "first": f"a {i}", "second": f"b {i}"} for i in range(40)]
+    with raises_error("init-prompts", fix="valence init") as raised:
+        write_recipe(write(rows), Path("recipe.yaml"))
+    assert "'first', 'second'" in raised.error.message
 
 
 def test_a_recipe_in_another_folder_finds_the_file() -> None:

@@ -137,14 +137,18 @@ def _is_jinja(text: str) -> bool:
 
 
 def nearest_file(path: Path, endings: tuple[str, ...] = ("",)) -> str:
-    """The fix for a missing file: the nearest name in its folder with one of these endings, if
-    there is one.
+    """The fix for a missing file: the nearest name in its folder, of a folder or with one of these
+    endings, if there is one.
     """
     folder = path.parent
     if not folder.is_dir():
         return f"correct the path: the folder {folder} does not exist"
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(endings)]
+        names = [
+            name
+            for name in os.listdir(folder)
+            if name.endswith(endings) or Path(folder, name).is_dir()
+        ]
     except OSError:
         return f"correct the path: the folder {folder} cannot be read"
     near = get_close_matches(path.name, names, n=1, cutoff=0.5)

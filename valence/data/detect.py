@@ -23,8 +23,8 @@ OTHER_NAMES = {
     "completion": "answer response output reply assistant generation",
     "label": "verdict thumb thumbs vote feedback liked rating helpful useful",
     "score": "reward points grade stars",
-    "chosen": "preferred accepted better winner",
-    "rejected": "dispreferred refused worse loser",
+    "chosen": "preferred accepted better winner good best",
+    "rejected": "dispreferred refused worse loser bad worst",
     "messages": "conversation conversations chat dialog dialogue turns",
 }
 """Column that a message may suggest -> names that files have for it, in lower case."""
@@ -112,7 +112,7 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
         column = None if part in columns else _column_called(free, part, others.split())
         key: str = part
         if column is not None and part == "label":
-            key = _rating_part(row.get(column) for row in rows)
+            key = _rating_part(column, [row.get(column) for row in rows])
         if column is not None and key and key not in columns:
             suggested.setdefault(key, column)
     fitting = (candidates_of(row, suggested) for row in rows)
@@ -120,8 +120,8 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
 
 
 def _column_called(columns: Sequence[str], part: str, others: Sequence[str]) -> str | None:
-    """The column with the name of a part or another one of its names, or the only column whose name
-    ends with one of them as a word, such as ``bot_reply``.
+    """The column with the name of a part or another one of its names, or the only column that has
+    one of them as a word, such as ``bot_reply`` and ``good_answer``.
     """
     names = [part, *others]
     cutoff = 0.95 if part == "messages" else 0.85  # a message is not a conversation
@@ -129,17 +129,23 @@ def _column_called(columns: Sequence[str], part: str, others: Sequence[str]) -> 
     exact = [c for c in columns if get_close_matches(lower[c], names, n=1, cutoff=cutoff)]
     if exact or part == "messages":
         return exact[0] if exact else None
-    ending = [c for c in columns if re.split(r"[\s_.-]+", lower[c])[-1] in names]
-    return ending[0] if len(ending) == 1 else None
+    # the first word says which answer of a pair it is, the last one what kind of text
+    place = 0 if part in ("chosen", "rejected") else -1
+    named = [c for c in columns if re.split(r"[\s_.-]+", lower[c])[place] in names]
+    return named[0] if len(named) == 1 else None
 
 
-def _rating_part(cells: Iterable[object]) -> Literal["label", "score", ""]:
-    """What a column of ratings holds: labels, scores, or neither, such as comments."""
+def _rating_part(column: str, cells: Sequence[object]) -> Literal["label", "score", ""]:
+    """What a column with the name of a label holds: labels, scores, or comments (""). Other words
+    count as labels, so that they are reported.
+    """
     filled = [cell for cell in cells if cell is not None and str(cell).strip()]
-    if filled and all(thumb(cell) is not None for cell in filled):
+    num_thumbs = sum(thumb(cell) is not None for cell in filled)
+    if filled and all(as_number(cell) is not None for cell in filled):
+        return "label" if num_thumbs == len(filled) else "score"
+    if num_thumbs >= max(len(filled), 1) / 2:
         return "label"
-    is_score = filled and all(as_number(cell) is not None for cell in filled)
-    return "score" if is_score else ""
+    return "" if "feedback" in column.lower() else "label"
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:

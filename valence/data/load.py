@@ -385,10 +385,11 @@ def recognize(file: DataFile) -> DataFile:
         if error.code != "format-unknown-columns" or not keys:
             raise
         return replace(file, keys=keys)
-    # a rating under another name: answers that were rated bad are not examples to imitate
-    is_unrated = layout.format in FORMATS and FORMATS[layout.format].gives == "demonstration"
-    has_rating = is_unrated and not keys.keys().isdisjoint(("label", "score"))
-    return replace(file, keys=keys) if has_rating else file
+    # a part under another name: answers that were rated bad are not examples to imitate
+    gives = FORMATS[layout.format].gives if layout.format in FORMATS else None
+    parts = {"demonstration": {"label", "score"}, "prompt": {"completion", "chosen"}}
+    is_partial = gives in parts and not keys.keys().isdisjoint(parts[gives])
+    return replace(file, keys=keys) if is_partial else file
 
 
 def columns_of(source: Source) -> dict[str, str]:

@@ -19,7 +19,15 @@ from valence.data.convert import CONVERSIONS
 from valence.data.importers.sources import command_name, detect_source, is_source
 from valence.data.kind_names import METHOD_FOR
 from valence.data.kinds import KINDS
-from valence.data.load import DETECT_ROWS, DataFile, load, load_split, recognize, stream
+from valence.data.load import (
+    DETECT_ROWS,
+    DataFile,
+    columns_of,
+    load,
+    load_split,
+    recognize,
+    stream,
+)
 from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
 from valence.errors import UserError
@@ -163,15 +171,26 @@ def _recognize(file: DataFile) -> DataFile:
     except UserError as error:
         if error.code != "format-unknown-columns":
             raise
-        keys = "{prompt: COLUMN, completion: COLUMN, label: COLUMN}"
-        section = f"{{path: {_text(file.path)}, keys: {keys}}}"
-        raise UserError(
-            error.message,
-            code=error.code,
-            where=error.where,
-            fix=f"name the columns: `valence init {shlex.quote(section)}`; instead of completion "
-            "and label, pairs have chosen and rejected",
-        ) from error
+        fix = _command_to_name_columns(file)
+        raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
+
+
+def _command_to_name_columns(file: DataFile) -> str:
+    keys = "{prompt: COLUMN, completion: COLUMN, label: COLUMN}"
+    section = f"{{path: {_text(file.path)}, keys: {keys}}}"
+    return (
+        f"name the columns: `valence init {shlex.quote(section)}`; instead of completion and "
+        "label, pairs have chosen and rejected"
+    )
+
+
+def _unread_columns(file: DataFile) -> list[str]:
+    """Columns with text that no part of the rows is read from."""
+    read = set(columns_of(file).values())
+    rows = read_rows(file.path, split=file.split, subset=file.subset, limit=DETECT_ROWS)
+    values = [row.value for row in rows if isinstance(row, Row)]
+    names = {name for row in values for name, value in row.items() if isinstance(value, str)}
+    return sorted(names - read - {"id"})
 
 
 def _refuse_export(file: DataFile) -> None:
@@ -231,6 +250,14 @@ class _Conversion:
 def _choose(facts: FileFacts, method: str | None) -> tuple[str, _Conversion]:
     """The method, and the first conversion with which it can read the rows."""
     table_row = method_of(method) if method else None
+    unread = _unread_columns(facts.file) if facts.kind == "prompt" else []
+    if unread:
+        raise UserError(
+            f"only prompts are read, not the columns {', '.join(map(repr, unread))}",
+            code="init-prompts",
+            where=facts.file.path,
+            fix=_command_to_name_columns(facts.file),
+        )
     if facts.kind == "prompt":
         raise UserError(
             "the rows have prompts and no answers, so that training needs a reward, which a file "
