@@ -96,10 +96,9 @@ def compare_with_form(answers: RatedAnswers) -> FormComparison:
     difference between both sets; any evaluation can be compared, also without its training rows;
     and it is the regression of the audit.
 
-    The difference of both shares does not decide whether the model has learned more than form: a
-    model that follows quality and, a little, the wrong length may rank worse than length alone, and
-    a noisy estimate of the form may rank worse than a model that has learned nothing but length.
-    The correlation decides. It is the generalised covariance measure (Shah and Peters 2020): labels
+    The difference of both shares alone does not show that the model has learned more than form: a
+    noisy estimate of the form may rank worse than a model that has learned nothing but length. The
+    correlation shows it. It is the generalised covariance measure (Shah and Peters 2020): labels
     and ranks of rewards, minus their predictions from the form, multiplied and averaged. Of rewards
     that follow length alone, nothing is left to correlate; of labels that do, nothing is left to
     explain. Its error adds up the rows of one prompt before squaring. The level is 99 %, because a

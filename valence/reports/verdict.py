@@ -274,7 +274,8 @@ def _compare_with_form(
     from valence.reports.form import compare_with_form
 
     form = compare_with_form(answers)
-    if state == "improved" and form.low <= 0:
+    is_beyond = form.low > 0 and (form.difference is None or form.difference[1] > 0)
+    if state == "improved" and not is_beyond:
         state = "form"
     return state, _form_sentence(form, state)
 
