@@ -46,8 +46,8 @@ def test_the_summary_counts_read_written_and_skipped_rows(
     assert f"1  {SKIP_REASONS['no_vote']}  log.jsonl:4 (answer 4)" in shown
     assert "2 up, 1 down" in shown
     assert "tiny 100%" in shown
-    assert "valence check recipe.yaml method=kto data.train=feedback.jsonl" in shown
-    assert "valence check recipe.yaml method=dpo data.train=feedback.pairs.jsonl" in shown
+    assert "valence init feedback.jsonl" in shown
+    assert "valence init feedback.pairs.jsonl --out pairs.yaml" in shown
     assert valence("import", "chat_log", "log.jsonl") == 0
     assert "4 votes read: 0 new, 0 replaced, 4 unchanged" in capsys.readouterr().out
     write_export(Path("log.jsonl"), entry(9))

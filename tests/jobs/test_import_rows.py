@@ -420,9 +420,7 @@ def test_the_weights_that_kto_advises_are_in_the_summary() -> None:
     assert (result.weights.n_up, result.weights.n_down) == (1, 3)
     assert result.weights.change == "desirable_weight"
     assert result.to_dict()["weights"]["advice"] == result.weights.remedy
-    assert result.files[0].command == (
-        "valence check recipe.yaml method=kto data.train=feedback.jsonl loss.class_weights=auto"
-    )
+    assert result.files[0].command == "valence init feedback.jsonl"
 
 
 # Mistakes

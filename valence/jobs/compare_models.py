@@ -8,6 +8,7 @@ resumable jobs, so that no prompt is answered or judged twice.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -450,11 +451,18 @@ def _read_prompts(
     target: str, prompts: Sequence[str], assertions: Sequence[str], overrides: Sequence[str]
 ) -> ComparisonPrompts:
     if not prompts and not assertions:
+        data = load_target(target, overrides).recipe.data
+        write = ""
+        if data.split is not None:
+            share = f"--share {data.split.share:g}"
+            write = (
+                f"write them with `valence split {shlex.quote(data.train[0].path)} {share}`, then "
+            )
         raise UserError(
             "there are no prompts to answer",
             code="rows-missing",
             where="compare",
-            fix="add --prompts FILE with held-out prompts",
+            fix=f"{write}add --prompts FILE with held-out prompts",
         )
     sources = with_files(target, [*prompts, *assertions], overrides).recipe.data.files("eval")
     questions = ComparisonPrompts()

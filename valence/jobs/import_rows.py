@@ -69,7 +69,7 @@ class SkippedCount:
 
 @dataclass(frozen=True, slots=True)
 class RowsFile:
-    """A file of rows. command: checks a training run on it."""
+    """A file of rows. command: writes a recipe that trains on it."""
 
     path: str
     kind: RowKind
@@ -216,7 +216,7 @@ def import_feedback(
         counts=counts,
         total=len(merged),
         files=tuple(
-            _rows_file(store.rows_path(kind, main), kind, rows, weights)
+            _rows_file(store.rows_path(kind, main), kind, rows, is_main=kind == main)
             for kind in sorted(ROW_KINDS, key=lambda kind: kind != main)
             if imported.rows[kind]
         ),
@@ -340,14 +340,9 @@ def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount
     }
 
 
-def _rows_file(
-    path: Path, kind: RowKind, rows: Mapping[str, int], weights: WeightAdvice | None
-) -> RowsFile:
-    settings = [f"method={METHOD_FOR[KIND_OF[kind]]}", f"data.train={path}"]
-    if kind == "thumbs" and weights and weights.change:
-        settings.append("loss.class_weights=auto")
-    command = shlex.join(["valence", "check", "recipe.yaml", *settings])
-    return RowsFile(str(path), kind, rows[path.name], command)
+def _rows_file(path: Path, kind: RowKind, rows: Mapping[str, int], *, is_main: bool) -> RowsFile:
+    command = ["valence", "init", str(path), *([] if is_main else ["--out", f"{kind}.yaml"])]
+    return RowsFile(str(path), kind, rows[path.name], shlex.join(command))
 
 
 def _nothing_imported(
@@ -400,7 +395,7 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
     for sentence in _sentences(summary):
         print_message(console, sentence)
     if summary.files:
-        print_message(console, "\nNext, check the rows with your recipe:")
+        print_message(console, "\nNext, write a recipe for the rows to train on:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
 
