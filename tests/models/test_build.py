@@ -118,6 +118,25 @@ def test_a_target_that_is_no_layer_is_named_with_near_ones() -> None:
     assert "q_porj" in raised.error.message
 
 
+@pytest.mark.parametrize("setting", ["targets", "exclude_modules"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_only_layers_that_can_have_an_adapter_are_suggested(kind: str, setting: str) -> None:
+    with raises_error(f"lora-{setting.replace('_', '-')}") as raised:
+        settings = SimpleNamespace(**{**vars(lora()), setting: ["nope"]})
+        build_policy(tiny(kind), dtype=F64, lora=settings)
+    suggested = set(re.findall(r"\w+", raised.error.fix or ""))
+    names = {"llama": {"q_proj", "down_proj"}, "gpt2": {"c_attn", "c_fc", "c_proj"}}[kind]
+    assert names <= suggested
+    assert not {"input_layernorm", "norm", "embed_tokens", "ln_1", "ln_f", "wte"} & suggested
+
+
+@pytest.mark.parametrize("target", ["input_layernorm", "mlp"])
+def test_a_target_that_can_have_no_adapter_is_refused(target: str) -> None:
+    with raises_error("lora-targets", where="model.lora.targets", fix="q_proj") as raised:
+        build_policy(tiny(), dtype=F64, lora=lora(targets=["v_proj", target]))
+    assert "base_layer" not in (raised.error.fix or "")
+
+
 def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
