@@ -366,7 +366,10 @@ def _resolve(values: Any, parts: Sequence[str], text: str) -> Key:
 
 def _is_one_section(values: Any) -> bool:
     """Whether a value is a list of one section, which a recipe may write as that section."""
-    return isinstance(values, list) and len(values) == 1 and isinstance(values[0], dict)
+    if not isinstance(values, list):
+        return False
+    items = cast(list[object], values)
+    return len(items) == 1 and isinstance(items[0], dict)
 
 
 def _list_fix(path: Key, items: Sequence[object], rest: Sequence[str], text: str) -> str:
