@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -261,6 +262,19 @@ def test_check_reports_everything_except_training(
     assert rows["steps:"][0] == "2"
     assert rows["memory:"]
     assert not (place / "runs").exists()
+
+
+def test_check_warns_of_rows_that_are_longer_than_the_positions_of_the_model(
+    place: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    long = {"prompt": "why? ", "completion": "word " * 80, "label": True}
+    with Path("rows.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps({**long, 'prompt': f'why {i}? '})}\n" for i in range(3))
+    assert valence("check", "recipe.yaml", "data.max_length=256") == 0
+    (message,) = (str(w.message) for w in recwarn if "data.max_length: 64" in str(w.message))
+    assert re.search(r"rows\.jsonl:\d+: 3 of \d+ rows .* 64", message)
 
 
 @pytest.mark.parametrize(("cores", "gpus", "warns"), [(2, 0, True), (3, 0, False), (2, 3, False)])

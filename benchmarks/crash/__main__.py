@@ -2,9 +2,9 @@
 (SIGKILL) at random moments and at random file operations, and restart them until the run is done.
 Weights, log and evaluations must equal those of an undisturbed run, bit for bit.
 
-22 recipes on a small random model run two at a time, with one thread each. Two of them use `--nproc
-2`, where a process or the launcher is killed. --quick: some recipes, for about 90 seconds. Exit
-status: 0 every run ended correctly, 1 some did not.
+26 recipes on a small random model run two at a time, with one thread each. Three of them use
+`--nproc 2`, where a process or the launcher is killed. --quick: some recipes, for about 90 seconds.
+Exit status: 0 every run ended correctly, 1 some did not.
 """
 
 from __future__ import annotations

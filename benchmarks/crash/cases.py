@@ -138,6 +138,7 @@ ONLINE = {
     "train": {"max_steps": 17, "epochs": 9.0},
     "run": {"keep_best": {"metric": "eval/reward/mean", "mode": "max"}},
 }
+ONLINE_FOLLOWS = {"reference": {"sync_every": 4}, "loss": {"kl_weight": 0.1}}
 DROPOUT = {"lora": {"dropout": 0.1}}
 
 CASES = (
@@ -161,9 +162,7 @@ CASES = (
     Case("pointwise", "pointwise", "thumbs", False),
     Case("aot, lora", "aot", "pairs", True),
     Case("aot", "aot", "pairs", False),
-    Case(
-        "own answers, grpo, lora", "grpo", "asked", True, ONLINE | {"reference": {"sync_every": 4}}
-    ),
+    Case("own answers, grpo, lora", "grpo", "asked", True, ONLINE | ONLINE_FOLLOWS),
     Case("own answers, ppo", "ppo", "asked", False, ONLINE | {"loss": {"kl_target": 0.5}}),
     Case("own answers, dapo, lora", "dapo", "asked", True, ONLINE),
     Case("own answers, kto, 2 processes", "online_kto", "asked", True, ONLINE, processes=2),

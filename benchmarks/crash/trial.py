@@ -102,7 +102,7 @@ class CrashHarness:
 
     def start(self, case: Case, run: Path, kill: Kill | None = None) -> CommandResult:
         """Run the training command, kill one of its processes, and wait for its end."""
-        recipe_path = self.folder / f"{case.name}.json"
+        recipe_path = Path(f"{run}.json")  # two runs of a case may start at the same time
         recipe_path.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
         records = self.context.RawArray(ProcessRecord, case.processes)
         process = self.context.Process(

@@ -569,7 +569,7 @@ OVERRIDES: dict[str, tuple[str, str, str, str, str]] = {
         " (data.train.3)",
         "override-index",
         "data.train",
-        "0 to 1",
+        "0 to 2",
     ),
     "name in a list": (
         "data.train.path=x",
@@ -577,6 +577,13 @@ OVERRIDES: dict[str, tuple[str, str, str, str, str]] = {
         "override-index",
         "data.train",
         "data.train=x to replace the list, or data.train.0.path=x",
+    ),
+    "unknown name in the only section of a list": (
+        "data.eval.wight=2",
+        " (data.eval.0.wight)",
+        UNKNOWN,
+        "",
+        "weight?",
     ),
     "another name in a list": (
         "data.train.weight=2",
@@ -613,7 +620,8 @@ OVERRIDES: dict[str, tuple[str, str, str, str, str]] = {
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_bad_overrides(name: str, folder: Path):
     word, where, code, value, fix = OVERRIDES[name]
-    (folder / "r.yaml").write_text(GOOD)
+    two_files = GOOD.replace("feedback.jsonl", "[feedback.jsonl, held_out.jsonl]")
+    (folder / "r.yaml").write_text(two_files)
     check_recipe_error(load_error("r.yaml", word), "command line" + where, code, value, fix)
 
 

@@ -111,6 +111,13 @@ def test_a_setting_knows_whether_it_differs_from_its_default():
         (["train.clip_norm=null"], "train.clip_norm", None),
         (["data.train.0.path=more.jsonl"], "data.train.0.path", "more.jsonl"),
         (["data.train.1.path=more.jsonl"], "data.train.1.path", "more.jsonl"),
+        (["data.train.path=more.jsonl"], "data.train.0.path", "more.jsonl"),
+        (
+            ["data.test=feedback.jsonl", "data.test.path=more.jsonl"],
+            "data.test.0.path",
+            "more.jsonl",
+        ),
+        (["run.sinks=tensorboard", "run.sinks.folder=logs"], "run.sinks.0.folder", "logs"),
         (["data.train=more.jsonl"], "data.train.0.path", "more.jsonl"),
         (["data.train=[feedback.jsonl, more.jsonl]"], "data.train.1.path", "more.jsonl"),
         (["data.test.0.path=more.jsonl"], "data.test.0.path", "more.jsonl"),

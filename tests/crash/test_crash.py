@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.crash.cases import recipe, write_rows
 from benchmarks.crash.process import Kill, ProcessRecord, train
 from benchmarks.crash.trial import CrashHarness, Trial, differences, logged, newest
 from tests.command import command
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, copy_as_killed, count_steps, in_step
 from tests.programs import fork_server
+from valence.config.load import load_recipe
+from valence.trainer.methods import method_of
 
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
@@ -34,6 +37,13 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
         fork_server()
         return CrashHarness(tmp_path_factory.mktemp("harness"))
+
+
+@pytest.mark.parametrize("name", CASE)
+def test_every_case_has_a_valid_recipe(name: str, tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    loaded = load_recipe(recipe(CASE[name], tmp_path), method_of=method_of)
+    assert loaded.recipe.method == CASE[name].method
 
 
 @pytest.mark.slow
@@ -62,12 +72,14 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
 ) -> None:
     """By SIGKILL, in a separate process."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run, recipe = tmp_path / "run", tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")
+    run, recipe_path = tmp_path / "run", tmp_path / "recipe.json"
+    recipe_path.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")
     server = fork_server()
     (notes,) = several = server.RawArray(ProcessRecord, 1)
     kill, printed = Kill("saving", 30), str(tmp_path / "printed")
-    process = server.Process(target=train, args=(str(recipe), str(run), several, kill, printed))
+    process = server.Process(
+        target=train, args=(str(recipe_path), str(run), several, kill, printed)
+    )
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -77,7 +89,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     held = json.loads((run / "run.lock").read_text(encoding="utf-8"))
     assert held["pid"] == notes.pid
     with count_steps() as steps:
-        assert command("train", str(recipe), f"run.dir={run}") == 0
+        assert command("train", str(recipe_path), f"run.dir={run}") == 0
     assert before + len(steps) == STEPS
     assert differences(run, place.undisturbed_run(CASE["kto, lora"])) == []
 

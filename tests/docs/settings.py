@@ -19,7 +19,7 @@ HEAD = """\
 All settings of a recipe, by section. Settings under `loss` depend on the method: see [Losses](losses/index.md).
 
 - To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
-- `N` stands for an index in a list. A list with one item can be written as that item.
+- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted in an override: `data.train.limit=3`.
 - A model, a dataset, a file of rows, a reward and a tracker can be written as a name (`model: owner/model`,
   `data: rows.jsonl`).
 - Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked

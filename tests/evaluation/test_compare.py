@@ -151,6 +151,23 @@ def test_with_all_answers_no_model_is_loaded_unless_its_files_have_changed(
     assert error.code == "output-line-damaged"
 
 
+def test_a_moved_folder_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compare()
+    calls = Path("calls.jsonl").read_bytes()
+    Path("elsewhere").mkdir()
+    page = Path("comparison/report.html").read_text()
+    assert "comparison/" not in page
+    assert str(folder) not in page
+    Path("comparison").rename("elsewhere/moved")
+    monkeypatch.setattr(sample_rows, "open_run", lambda *_, **__: pytest.fail("a model is loaded"))
+    for out in ("elsewhere/moved", str(folder / "elsewhere/moved")):
+        words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long", "--out", out)
+        assert command(*words) == 0
+        moved = json.loads(Path(out, "compare.json").read_text())
+        assert {**moved, "folder": ""} == {**first, "folder": ""}
+    assert Path("calls.jsonl").read_bytes() == calls
+
+
 def test_a_model_against_itself_is_even_on_every_prompt(folder: Path) -> None:
     words = ("compare", "model", "model", *SAMPLING, "--judge", "my_rewards:long")
     assert command(*words, "--at-least", "0.5") == 0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface_hub import HfApi
+from safetensors.numpy import load_file, save_file
 from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer
 
@@ -384,6 +385,58 @@ def test_two_exports_do_not_write_one_folder(
     (tmp_path / ".out.lock").touch()  # of a killed export
     assert command(*words) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Killed(BaseException):
+    """Ends an export like kill -9."""
+
+
+@pytest.fixture
+def killed_export(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that an export published before it was killed, with the lock that it left."""
+    out, lock = tmp_path / "out", tmp_path / ".out.lock"
+    left = bytearray()
+
+    def kill(*_: Any) -> None:
+        left.extend(lock.read_bytes())
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_command, "_verify", kill)
+        with pytest.raises(Killed):
+            command("export", str(place / "run"), str(out))
+    lock.write_bytes(left)
+    return out
+
+
+def test_an_export_that_was_killed_after_it_wrote_the_folder_is_finished_by_the_same_command(
+    killed_export: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = killed_export / "model.safetensors"
+    written_at = weights.stat().st_mtime_ns
+    (file,) = export_files(capsys, str(place / "run"), str(killed_export)).values()
+    assert file["status"] == "verified"
+    assert weights.stat().st_mtime_ns == written_at
+    assert (killed_export / artifacts.REPORT).is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_a_killed_export_with_other_settings_is_refused(
+    killed_export: Path, place: Path, tmp_path: Path
+) -> None:
+    words = ("export", str(place / "run"), str(killed_export), "--adapter")
+    check_error(command_error(*words), "path-exists", where=str(killed_export))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_changed_weights_in_the_folder_of_a_killed_export_are_found(
+    killed_export: Path, place: Path
+) -> None:
+    path = killed_export / "model.safetensors"
+    weights = load_file(path)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] + 1}, path, metadata={"format": "pt"})
+    assert command("export", str(place / "run"), str(killed_export)) == export_command.DIFFERS
 
 
 # --- comparison

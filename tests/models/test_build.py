@@ -22,6 +22,7 @@ from valence.models.build import (
     load_tokenizer,
 )
 from valence.models.check import plain_batch
+from valence.models.loading import must_exist
 from valence.models.reference import AdapterDisabledReference
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -118,6 +119,25 @@ def test_a_target_that_is_no_layer_is_named_with_near_ones() -> None:
     assert "q_porj" in raised.error.message
 
 
+@pytest.mark.parametrize("setting", ["targets", "exclude_modules"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_only_layers_that_can_have_an_adapter_are_suggested(kind: str, setting: str) -> None:
+    with raises_error(f"lora-{setting.replace('_', '-')}") as raised:
+        settings = SimpleNamespace(**{**vars(lora()), setting: ["nope"]})
+        build_policy(tiny(kind), dtype=F64, lora=settings)
+    suggested = set(re.findall(r"\w+", raised.error.fix or ""))
+    names = {"llama": {"q_proj", "down_proj"}, "gpt2": {"c_attn", "c_fc", "c_proj"}}[kind]
+    assert names <= suggested
+    assert not {"input_layernorm", "norm", "embed_tokens", "ln_1", "ln_f", "wte"} & suggested
+
+
+@pytest.mark.parametrize("target", ["input_layernorm", "mlp"])
+def test_a_target_that_can_have_no_adapter_is_refused(target: str) -> None:
+    with raises_error("lora-targets", where="model.lora.targets", fix="q_proj") as raised:
+        build_policy(tiny(), dtype=F64, lora=lora(targets=["v_proj", target]))
+    assert "base_layer" not in (raised.error.fix or "")
+
+
 def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -168,6 +188,20 @@ def test_a_folder_without_a_tokenizer_names_it(name: str, tmp_path: Path) -> Non
     code, where = ("model-not-found", "model.name") if name else ("model-not-loadable", "model")
     with raises_error(code, where=where, fix="folder" if name else "tokenizer.json"):
         load_tokenizer(str(tmp_path / name), setting="model.name")
+
+
+@pytest.mark.parametrize("setting", ["model.name", "model.tokenizer", "reference.model"])
+def test_the_folder_of_a_run_is_not_a_model(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("method: kto\n")
+    with raises_error("model-not-loadable", where=setting, fix="valence export") as raised:
+        must_exist(str(tmp_path), setting)
+    assert str(tmp_path / "model") not in (raised.error.fix or "")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    with raises_error("model-not-loadable", where=setting, fix=str(tmp_path / "model")):
+        must_exist(str(tmp_path), setting)
+    (tmp_path / "config.json").write_text("{}")  # a model's folder that also has this file
+    must_exist(str(tmp_path), setting)
 
 
 def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> None:

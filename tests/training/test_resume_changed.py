@@ -204,6 +204,30 @@ def test_repeated_rows_count_as_often_as_they_occur(
     assert re.search(difference, raised.error.message.splitlines()[-1])
 
 
+@pytest.mark.usefixtures("killed_run")
+@pytest.mark.parametrize(
+    ("rows", "difference"),
+    [
+        ([*ROWS, *({**row, "completion": "a new one"} for row in ROWS[:10])], r" 12 .* 22 .* 10 "),
+        ([*ROWS[:-1], *ROWS[:2]], r" 12 .* 13 \D*$"),
+        ([*ROWS[:-1], {**ROWS[0], "completion": "another"}], r" 12 .* 12 \D*$"),
+    ],
+    ids=["appended", "replaced by more", "replaced by as many"],
+)
+def test_changed_rows_are_described_after_a_kill_before_the_next_checkpoint(
+    rows: list[dict[str, Any]], difference: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The checkpoint then has other rows than the last start."""
+    written(tmp_path / "train.jsonl", rows)
+    settings["run"]["save_every"] = 50
+    killed(settings, 6, allow=["data.train"])
+    train(settings)
+    changes = facts(tmp_path / "run")["resumes"][-1]["with"]
+    (entry,) = (change for change in changes if change.startswith("data.train: "))
+    assert re.search(difference, entry)
+    assert "order" not in entry
+
+
 def test_the_same_rows_elsewhere_and_in_another_order_are_the_same_rows(
     settings: dict[str, Any], tmp_path: Path, killed_run: Path, undisturbed: Undisturbed
 ) -> None:

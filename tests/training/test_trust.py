@@ -62,7 +62,7 @@ def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.copy(trained_online.parent / "prompts.jsonl", tmp_path)
     (tmp_path / "foreign_reward.py").write_text(
         "from pathlib import Path\nPath('mark').touch()\n\ndef score(completions, **_):\n    "
-        "return [1.0] * len(completions)\n"
+        "Path('called').touch()\n    return [1.0] * len(completions)\n"
     )
     change(tmp_path / "run", reward=[{"reward": "foreign_reward:score"}])
     return tmp_path / "run"
@@ -70,6 +70,8 @@ def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("words", [
     ["export", "run", "out"],
+    ["inspect", "run/config.yaml"],
+    ["doctor", "run/config.yaml"],
     pytest.param(
         ["sample", "run", "--prompt", "say a", "--max-new-tokens", "2"], marks=pytest.mark.slow
     ),
@@ -84,6 +86,12 @@ def test_a_command_that_needs_no_reward_does_not_import_it(
     assert not Path("mark").exists()
 
 
+def test_check_imports_the_reward_of_a_recipe_and_does_not_call_it(online_run: Path) -> None:
+    assert command("check", "run/config.yaml", "run.dir=new") == 0
+    assert Path("mark").exists()
+    assert not Path("called").exists()
+
+
 def test_evaluating_a_run_imports_its_reward_only_with_a_flag(online_run: Path) -> None:
     with raises_error("code-not-trusted", where="config.yaml", fix="--trust-reward") as raised:
         invoke("evaluate", "run")
@@ -91,6 +99,7 @@ def test_evaluating_a_run_imports_its_reward_only_with_a_flag(online_run: Path) 
     assert not Path("mark").exists()
     assert command("evaluate", "run", "--trust-reward") == 0
     assert Path("mark").exists()
+    assert Path("called").exists()
 
 
 def test_only_rewards_that_are_code_or_servers_need_the_flag(online_run: Path) -> None:

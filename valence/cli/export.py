@@ -6,7 +6,7 @@ import gc
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 5.0
 VLLM_FIX = "set VALENCE_VLLM_PYTHON to the Python of an environment with vLLM"
+WRITTEN_BEFORE = "an earlier export, which did not end, had already written the folder"
 
 DIFFERS = 3
 """Exit status if an exported file answers differently from the run."""
@@ -138,16 +139,24 @@ def export(
             progress(f"loading {run_dir}")
             run = _open(run_dir, step, trust_remote_code, group)
         _check_writes(run, run_dir, adapter, bool(types))
-        notes: list[str] = []
+        settings = {
+            "run": str(run_dir.resolve()),
+            "started": run.model_writer.facts.get("started"),
+            "step": run.step,
+            "adapter": adapter,
+            "gguf": types,
+        }
+        is_old = verify_only or run_on_first_rank(group, partial(_is_written, to, settings))
+        notes = [WRITTEN_BEFORE] if is_old and not verify_only else []
         unverified = _reason_not_to_verify(run, group) if verify else None
         reference = None
         if verify and unverified is None:
             reference = _reference(run, messages)
-        if not verify_only:
+        if not is_old:
             writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
         if reference is not None and group.size == 1:
-            reference = stack.enter_context(_with_sources(reference, run, run_dir, to, verify_only))
+            reference = stack.enter_context(_with_sources(reference, run, run_dir, to, is_old))
         facts = {"name": run_dir.resolve().name, "step": run.step}
         del run  # its memory is needed for the models that are verified
         results: list[Verification] = []
@@ -520,10 +529,9 @@ def _check_is_folder(folder: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Inside the block, no other export writes this folder. Raises UserError."""
-    path = folder.resolve()
     with ExitStack() as stack:
         try:
-            is_locked = stack.enter_context(lock_file(path.with_name(f".{path.name}.lock")))
+            is_locked = stack.enter_context(lock_file(_lock_path(folder)))
         except OSError as error:
             raise _not_writable(folder, error) from error
         if not is_locked:
@@ -536,6 +544,28 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _lock_path(folder: Path) -> Path:
+    path = folder.resolve()
+    return path.with_name(f".{path.name}.lock")
+
+
+def _is_written(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether an export with these settings, which was killed afterwards, wrote this folder.
+
+    Such an export left its settings in the lock. Raises UserError for another folder.
+    """
+    lock, text = _lock_path(folder), json.dumps(settings)
+    try:
+        if not folder.exists():
+            lock.write_text(text, encoding="utf-8")
+            return False
+        if lock.read_bytes() == text.encode():
+            return True
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    raise _path_exists(folder)
+
+
 def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"the folder cannot be written ({error.strerror})",
@@ -546,20 +576,26 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
 
 
 def _check_new_folder(folder: Path) -> None:
+    """Raise UserError for a folder that cannot be created."""
     check_path(folder)
     if folder.exists():
-        kind = "folder" if folder.is_dir() else "file"
-        verify = (
-            ", or verify this folder with --verify-only (without --gguf)" if folder.is_dir() else ""
-        )
-        raise UserError(
-            f"the {kind} already exists",
-            code="path-exists",
-            where=str(folder),
-            fix=f"choose a path that does not exist{verify}",
-        )
+        if _lock_path(folder).exists():  # of a killed export, which may have written this folder
+            return
+        raise _path_exists(folder)
     try:
         folder.mkdir(parents=True)
         folder.rmdir()
     except OSError as error:
         raise _not_writable(folder, error) from error
+
+
+def _path_exists(folder: Path) -> UserError:
+    kind, verify = "file", ""
+    if folder.is_dir():
+        kind, verify = "folder", ", or verify this folder with --verify-only (without --gguf)"
+    return UserError(
+        f"the {kind} already exists",
+        code="path-exists",
+        where=str(folder),
+        fix=f"choose a path that does not exist{verify}",
+    )

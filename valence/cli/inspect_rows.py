@@ -106,7 +106,7 @@ def _examples(
 
 
 def _encoder(source: LoadedRecipe) -> Encoder:
-    return prepare(without_rows(source)).encoder
+    return prepare(without_rows(source), rewards=False).encoder
 
 
 def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[RenderableType]:

@@ -333,10 +333,13 @@ def _plain(value: object, path: Key, name: str) -> object:
 def _resolve(values: Any, parts: Sequence[str], text: str) -> Key:
     """The path of dotted ``parts``: a number is an index into a list, or of a list to create.
 
-    text: the value to set there, for messages.
+    In a list of one section, the name of a setting belongs to that section. text: the value to set
+    there, for messages.
     """
     path: Key = ()
     for part in parts:
+        if _is_one_section(values) and not part.isdecimal():
+            path, values = (*path, 0), values[0]
         if isinstance(values, list) or (values is None and part.isdecimal()):
             items = cast(list[Any], values or [])
             if not part.isdecimal() or int(part) > len(items):
@@ -359,6 +362,14 @@ def _resolve(values: Any, parts: Sequence[str], text: str) -> Key:
                 fix=f"write {dotted(path)}={text}",
             )
     return path
+
+
+def _is_one_section(values: Any) -> bool:
+    """Whether a value is a list of one section, which a recipe may write as that section."""
+    if not isinstance(values, list):
+        return False
+    items = cast(list[object], values)
+    return len(items) == 1 and isinstance(items[0], dict)
 
 
 def _list_fix(path: Key, items: Sequence[object], rest: Sequence[str], text: str) -> str:

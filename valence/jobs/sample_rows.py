@@ -156,7 +156,10 @@ def sample_rows(
         quiet=quiet,
         group=group,
     ) as job:
-        files = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
+        files = [
+            s.model_dump(mode="json", exclude_defaults=True) | {"path": _path_from(out.parent, s)}
+            for s in sources
+        ]
         split = source.recipe.data.split
         held_out = [asdict(split)] if split else []
         chats = [q if isinstance(q, str) else asdict(q) for q in questions]
@@ -245,6 +248,13 @@ def answers(
 
 
 # Prompts
+
+
+def _path_from(folder: Path, source: SourceSettings) -> str:
+    """The path of a file of prompts; relative if it is in this folder, which may be moved."""
+    path, folder = Path(source.path).resolve(), folder.resolve()
+    is_inside = path.is_file() and path.is_relative_to(folder)
+    return str(path.relative_to(folder)) if is_inside else source.path
 
 
 def _sources(

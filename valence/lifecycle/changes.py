@@ -62,12 +62,16 @@ ROWS = "rows.safetensors"
 MAX_LISTED = 12
 
 
-def changes(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
+def changes(
+    path: Path, was: Mapping[str, Any], facts: Mapping[str, Any], prepared: Prepared
+) -> dict[str, str]:
     """Describe each setting and list of rows that differs from the previous run.
 
-    path: the run's folder. was: settings and rows as its checkpoint records them.
+    path: the run's folder. was: settings and rows as its checkpoint records them. facts: content of
+    run.json, which describes the last start.
     """
-    rows = _changed_rows(path, was["rows"], prepared) if was.get("rows") else {}
+    last_rows = facts.get("rows") or {}
+    rows = _changed_rows(path, was["rows"], last_rows, prepared) if was.get("rows") else {}
     return _changed_settings(was.get("settings") or {}, prepared, rows) | rows
 
 
@@ -235,7 +239,7 @@ def rows_of(prepared: Prepared) -> dict[str, Any]:
     return {
         _list(name): {
             "rows": len(c.units),
-            "digest": _digest(c, in_order=not name.endswith("train")),
+            "digest": _digest(c, _in_order(name)),
         }
         for name, c in prepared.corpora.items()
     }
@@ -255,7 +259,7 @@ def _checksum(hashes: Mapping[str, torch.Tensor]) -> str:
 
 
 def _saved_hashes(path: Path) -> dict[str, torch.Tensor]:
-    """The hashes from the start of the run; empty if the file is missing or damaged."""
+    """The hashes from the last start of the run; empty if the file is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
             hashes = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -286,13 +290,23 @@ def mark_training_rows(path: Path, prepared: Prepared) -> Prepared:
     return replace(prepared, corpora=corpora)
 
 
-def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
+def _changed_rows(
+    path: Path, was: Mapping[str, Any], last_rows: Mapping[str, Any], prepared: Prepared
+) -> dict[str, str]:
+    """last_rows: rows at the last start, of which the folder has the hashes."""
     now = rows_of(prepared)
     names = [name for name in sorted(now.keys() | was.keys()) if was.get(name) != now.get(name)]
     saved = _saved_hashes(path / ROWS) if names else {}
     corpora = {_list(name): corpus for name, corpus in prepared.corpora.items()}
     return {
-        name: _describe_change(name, was, now, saved.get(name), corpora.get(name)) for name in names
+        name: _describe_change(
+            name,
+            was.get(name) or {"rows": 0},
+            # a start that was killed before its first save has other rows than the checkpoint
+            saved.get(name) if last_rows.get(name) == was.get(name) else None,
+            corpora.get(name),
+        )
+        for name in names
     }
 
 
@@ -302,16 +316,22 @@ def _list(corpus: str) -> str:
 
 
 def _describe_change(
-    name: str,
-    was: Mapping[str, Any],
-    now: Mapping[str, Any],
-    saved: torch.Tensor | None,
-    corpus: Corpus | None,
+    name: str, was: Mapping[str, Any], saved: torch.Tensor | None, corpus: Corpus | None
 ) -> str:
-    """Describe how a list of rows differs. saved: hashes from the start of the run."""
-    before = (was.get(name) or {}).get("rows", 0)
-    counts = f"{name}: {before} rows then, {now[name]['rows'] if corpus else 'none'} now"
-    if saved is None or corpus is None:
+    """Describe how a list of rows differs.
+
+    was: its number of rows and their digest in the checkpoint. saved: the hashes of these rows, if
+    they are known.
+    """
+    before = was["rows"]
+    counts = f"{name}: {before} rows then, {len(corpus.units) if corpus else 'none'} now"
+    if corpus is None:
+        return counts
+    num_appended = len(corpus.units) - before
+    if num_appended > 0 and was.get("digest") == _digest(corpus, _in_order(name), before):
+        first = corpus.units.origins[before]
+        return f"{counts}: {num_appended} were appended, the first is {first}"
+    if saved is None:
         return counts
     hashes = corpus.units.columns["fingerprint"].tolist()
     old, new = Counter(saved.tolist()), list[int]()
@@ -326,14 +346,19 @@ def _describe_change(
     return f"{counts}: {', '.join(parts) or 'the same rows in another order'}"
 
 
-def _digest(corpus: Corpus, in_order: bool) -> str:
-    """Digest of all rows.
+def _in_order(name: str) -> bool:
+    """Whether the order of a list of rows counts. The sampler orders training rows itself."""
+    return not name.endswith("train")
+
+
+def _digest(corpus: Corpus, in_order: bool, num_rows: int | None = None) -> str:
+    """Digest of the first rows of a list; default: of all rows.
 
     in_order: whether their order counts. That of training rows counts only among rows with the
-    same content, because the sampler orders them itself.
+    same content.
     """
     columns = corpus.units.columns
-    hashes = np.array(columns["fingerprint"])
+    hashes = np.array(columns["fingerprint"][:num_rows])
     if not in_order:
-        hashes = hashes[np.argsort(columns["id"], kind="stable")]
+        hashes = hashes[np.argsort(columns["id"][:num_rows], kind="stable")]
     return hashlib.sha256(hashes.tobytes()).hexdigest()[:32]

@@ -35,6 +35,7 @@ from valence.models.build import (
     check_positions,
     check_vocabulary,
     load_model,
+    position_limit,
     vocabulary_size,
 )
 from valence.models.cache import CachedReference
@@ -288,7 +289,8 @@ class _ModelLoader:
 
 
 def check_model_files(prepared: Prepared) -> None:
-    """Raise UserError if a weight of the recipe's models is missing, not finite or an integer.
+    """Raise UserError if a weight of the recipe's models is missing, not finite or an integer, or
+    a row exceeds the positions of a model.
 
     Reads one weight at a time. Models in GGUF files and quantized models are only checked when they
     are loaded.
@@ -307,6 +309,9 @@ def check_model_files(prepared: Prepared) -> None:
                 trust_remote_code=spec.trust_remote_code,
                 device="meta",
                 setting=setting,
+            )
+            _check_lengths(
+                model, prepared, "the model" if setting == "model.name" else "the reference model"
             )
             if spec.adapter is not None and setting == "model.name":
                 check_adapter(planned_adapter(model, spec.lora, spec.adapter), spec.adapter)
@@ -426,15 +431,19 @@ def _with_cache(
 
 
 def _check_lengths(model: nn.Module, prepared: Prepared, name: str = "the model") -> None:
-    """Raise UserError if the longest row exceeds the positions of the model. name: for messages."""
+    """Raise UserError, or warn, if rows exceed the positions of the model. name: for messages."""
     if not prepared.corpora:
         return
+    limit = (position_limit(model) or (prepared.recipe.data.max_length,))[0]
+    num_rows = num_longer = 0
     new_tokens = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
     longest: list[tuple[int, Origin]] = []
     for corpus in prepared.corpora.values():
         units = corpus.units
         completions = np.where(units.columns["num_answers"] > 0, units.longest_answer, new_tokens)
         lengths = units.prompt_column("num_tokens") + completions
+        num_rows += len(lengths)
+        num_longer += int((lengths > limit).sum())
         longest.append((int(lengths.max()), units.origins[int(lengths.argmax())]))
         if prepared.method.needs_kl_pairs:
             # a prompt may be paired with the completion of any other row
@@ -453,7 +462,7 @@ def _check_lengths(model: nn.Module, prepared: Prepared, name: str = "the model"
     check_positions(
         model,
         length,
-        "this row has",
+        f"{num_longer} of {num_rows} rows have too many tokens: this row has",
         code="row-too-long-for-model",
         where=str(origin),
         fix="set data.max_length: {limit}",

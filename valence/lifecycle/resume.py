@@ -267,7 +267,7 @@ def _find_checkpoint(
     saved = checkpoints.newest(folder.say)
     was = saved.facts if saved else folder.identity
     prepared = _as_recorded(prepared, was)
-    changed = changes(folder.path, was, prepared)
+    changed = changes(folder.path, was, folder.facts, prepared)
     refuse(changed, folder.facts, allow, prepared, folder.path)
     return (str(saved.path), saved.step) if saved else None, was, changed
 

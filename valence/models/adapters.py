@@ -341,6 +341,7 @@ def _read_config(adapter: str) -> Any:
 def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = False) -> nn.Module:
     from peft import get_peft_model
 
+    names = _linear_layers(model)  # before PEFT replaces some of them
     try:
         with _without_warnings():
             return get_peft_model(cast(Any, model), config, low_cpu_mem_usage=low_cpu_mem_usage)
@@ -356,7 +357,7 @@ def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = Fal
             str(error),
             code="lora-targets",
             where="model.lora.targets",
-            fix="use names of linear layers of this model, or all-linear",
+            fix=f"use names of linear layers of this model ({', '.join(names)}), or all-linear",
         ) from error
 
 
@@ -429,13 +430,20 @@ def _check_expressions(lora: Any) -> None:
 def _check_names(model: nn.Module, lora: Any) -> None:
     """Raise UserError for a name in ``model.lora`` that is not in the model: PEFT ignores it."""
     modules = dict(model.named_modules())
-    layers = [name for name, m in modules.items() if getattr(m, "weight", None) is not None]
+    with_weight = [name for name, m in modules.items() if getattr(m, "weight", None) is not None]
+    linear = _linear_layers(model)
     parameters = [name for name, _ in model.named_parameters()]
     saved = getattr(lora, "modules_to_save", None) or []
     for setting, names, known, shown, kind in (
-        ("targets", lora.targets, modules, layers, "linear layers"),
-        ("exclude_modules", getattr(lora, "exclude_modules", None), modules, layers, "layers"),
-        ("modules_to_save", saved, modules, layers, "modules"),
+        ("targets", lora.targets, modules, linear, "linear layers"),
+        (
+            "exclude_modules",
+            getattr(lora, "exclude_modules", None),
+            modules,
+            linear,
+            "linear layers",
+        ),
+        ("modules_to_save", saved, modules, with_weight, "modules"),
         (
             "target_parameters",
             getattr(lora, "target_parameters", None),
@@ -449,14 +457,15 @@ def _check_names(model: nn.Module, lora: Any) -> None:
                 continue
             leaves = {leaf for full in shown if not (leaf := full.rpartition(".")[2]).isdigit()}
             leaves |= set(shown) if kind == "parameters" else set()
-            near = difflib.get_close_matches(name, sorted(leaves)) or sorted(leaves)[:12]
+            near = difflib.get_close_matches(name, sorted(leaves))
+            hint = f"similar: {', '.join(near)}" if near else ", ".join(sorted(leaves)[:12])
             or_all = ", or all-linear" if setting == "targets" else ""
             raise UserError(
                 f"no {kind[:-1].removeprefix('linear ')} of {type(model).__name__} is named "
                 f"{name!r}",
                 code=f"lora-{setting.replace('_', '-')}",
                 where=f"model.lora.{setting}",
-                fix=f"use names of {kind} in this model (similar: {', '.join(near)}){or_all}",
+                fix=f"use names of {kind} in this model ({hint}){or_all}",
             )
     _check_layer_numbers(model, getattr(lora, "layers_to_transform", None))
     _check_tied(model, lora)

@@ -23,13 +23,14 @@ NAME_ANOTHER = "use an existing folder, or a hub id such as owner/model"
 
 
 def must_exist(name: str, setting: str) -> None:
-    """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be
-    downloaded.
+    """Raise UserError unless ``name`` is a folder other than that of a run, or a hub id that is in
+    the cache or can be downloaded.
 
     Each process contacts the hub once. If the hub does not respond, this process uses only the
     cache: the libraries would retry for a minute.
     """
     if Path(name).is_dir():
+        _refuse_run(Path(name), setting)
         return
     near = similar_folder(Path(name).expanduser())
     hint = f"did you mean {near}? " if near else ""
@@ -60,6 +61,23 @@ def must_exist(name: str, setting: str) -> None:
         )
     if problem:
         constants.HF_HUB_OFFLINE = True
+
+
+def _refuse_run(folder: Path, setting: str) -> None:
+    """Raise UserError for the folder of a run, which contains the folder of its model."""
+    files = (*IDENTIFYING, "*.gguf")
+    if not (folder / "config.yaml").is_file() or any(any(folder.glob(name)) for name in files):
+        return
+    model = folder / "model"
+    raise UserError(
+        f"the folder {str(folder)!r} is a run, not a model",
+        code="model-not-loadable",
+        where=setting,
+        fix=f"use the folder of its model, {model}"
+        if model.is_dir()
+        else f"the run has no model yet: finish it, or write one with `valence export {folder} "
+        "FOLDER`",
+    )
 
 
 def _is_in_folder_of_runs(name: str) -> bool:
