@@ -28,7 +28,7 @@ import httpx
 from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
-from valence.network import as_the_environment_says, routes
+from valence.network import as_the_environment_says, refuse_credentials, routes
 from valence.types import Origin
 
 Rows = Iterator[dict[str, Any]]
@@ -535,14 +535,13 @@ def server_address(url: str) -> tuple[str, str]:
     network += f":{port}" if port else ""
     path = parts.path.rstrip("/")
     address = urlunsplit((parts.scheme, network, path, "", ""))
-    if parts.username or parts.password:
-        raise UserError(
-            "the URL contains a user name or password",
-            code="import-url-credentials",
-            where=address,
-            fix="remove them from the URL, and set the environment variables of the tool, such as "
-            "LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY",
-        )
+    refuse_credentials(
+        url,
+        address,
+        fix="set the environment variables of the tool, such as LANGFUSE_PUBLIC_KEY and "
+        "LANGFUSE_SECRET_KEY, or name another variable with --token-env",
+        code="import-url-credentials",
+    )
     return address, (parse_qs(parts.query).get("project") or [""])[0]
 
 
