@@ -505,7 +505,8 @@ def test_addresses_that_are_none_are_mistakes(target: str, code: str, words: str
 @pytest.mark.parametrize("setting", ["reward", "judge"])
 def test_addresses_with_credentials_are_refused(setting: str) -> None:
     url = "http://user:hunter2@host/x"
-    spec = entry(url, **{setting: url}, settings={"model": "m"} if setting == "judge" else {})
+    options: dict[str, Any] = {"judge": url, "settings": {"model": "m"}}
+    spec = entry(url, **(options if setting == "judge" else {}))
     with raises_error(
         "address-credentials", where=f"reward.0.{setting}", fix="token_env"
     ) as raised:
