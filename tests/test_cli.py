@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.command import command as valence
 from tests.errors import check_error
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
+from valence import cli
 from valence.cli.common import NOTHING_STARTED
 from valence.planning import plan
 from valence.reports.rundata import read_run
@@ -664,3 +667,32 @@ def test_deprecations_of_libraries_are_shown_only_on_request(
         assert valence("runs") == 0
     assert len([item for item in caught if item.category in categories]) == shown
     assert len([item for item in caught if item.category is UserWarning]) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("unable to mmap 100 bytes from file <x>: Cannot allocate memory (12)"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_lack_of_memory_is_no_bug(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("valence.data.load.load", fail)
+    monkeypatch.setattr("valence.config.load.load_recipe", fail)
+    check_error(command_error("check", "recipe.yaml"), "out-of-memory", fix="ulimit")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_a_small_address_space_is_no_bug(place: Path) -> None:
+    words = f"ulimit -v 400000; exec {sys.executable} -m valence check recipe.yaml"
+    result = subprocess.run(
+        ["bash", "-c", words], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == cli.MISTAKE, result.stderr
+    assert result.stderr.startswith("valence: out of memory")
+    assert "Traceback" not in result.stderr

@@ -123,6 +123,12 @@ def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_options_of_other_tools_are_refused() -> None:
+    words = "import", "open-webui", "log.jsonl", "--score-name", "x", "--score-name", "y"
+    check_error(command_error(*words), "option-unused", where="--score-name", fix="langfuse")
+    assert not Path("feedback.jsonl").exists()
+
+
 @pytest.mark.parametrize("category", ["good", "good=yes", "=up"])
 def test_a_category_is_up_or_down(category: str) -> None:
     error = command_error("import", "chat-log", "log.jsonl", "--category", category)

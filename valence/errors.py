@@ -18,6 +18,26 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
+OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "_STATUS_ALLOC_FAILED",
+    "failed to map segment from shared object",
+)
+"""Parts of messages: of PyTorch; of its allocator for host memory; of the system; of cuBLAS, cuDNN
+and cuSOLVER, which allocate their workspaces themselves; and of the loader of libraries.
+"""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the device or the host has no memory left."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or any(
+        part in str(error) for part in OUT_OF_MEMORY_MESSAGES
+    )
+
+
 EXPECTED = {
     "bool": "true or false",
     "dict": "an object (names with values)",

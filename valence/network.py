@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,33 @@ from valence.errors import UserError
 DEADLINE = 3.0
 """Time limit of a request to the hub, in seconds."""
 
+CREDENTIALS = re.compile(r"(?:^|,)\s*[a-z][\w+.-]*://[^/?#\s]*@", re.IGNORECASE)
+"""A user name or password in an address, or in one of a comma-separated list."""
+
 draw_jitter = random.SystemRandom().random
 """Random numbers for pauses, independent of the random state of the run."""
+
+
+def has_credentials(address: str) -> bool:
+    """Whether an address, or one of a comma-separated list, contains a user name or password."""
+    return CREDENTIALS.search(address) is not None
+
+
+def refuse_credentials(
+    address: str, where: str, *, fix: str, code: str = "address-credentials"
+) -> None:
+    """Raise UserError for an address with a user name or password: addresses are printed, saved and
+    published.
+
+    where: without the credentials. fix: where to put them instead.
+    """
+    if has_credentials(address):
+        raise UserError(
+            "the address contains a user name or password",
+            code=code,
+            where=where,
+            fix=f"remove them from the address, and {fix}",
+        )
 
 
 def backoff(

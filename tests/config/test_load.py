@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.config.facts import method_of
 from tests.errors import raises_error
-from valence.config.load import LoadedRecipe, load_recipe
+from valence.config.load import LoadedRecipe, load_recipe, load_reward
 from valence.data.split import PromptSplit
 from valence.errors import UserError
 
@@ -431,3 +431,50 @@ def test_a_share_of_the_rows_may_be_held_out() -> None:
 def test_a_share_that_is_none(overrides: list[str], code: str, where: str) -> None:
     with raises_error(code, where=where):
         load(*overrides, source=minimal())
+
+
+ADDRESS = "http://user:hunter2@host.invalid/score"
+
+
+@pytest.mark.parametrize(
+    ("sections", "where", "fix"),
+    [
+        ({"reward": ADDRESS}, "reward.0.reward", "token_env"),
+        ({"reward": f"http://a/x, {ADDRESS}"}, "reward.0.reward", "token_env"),
+        ({"reward": {"judge": ADDRESS}}, "reward.0", "token_env"),
+        ({"reward": {"reward": "m:f", "settings": {"a": [ADDRESS]}}}, "reward.0.settings", ""),
+        ({"rollout": {"url": ADDRESS}}, "rollout.url", "OPENAI_API_KEY"),
+        ({"rollout": {"url": ["http://a", ADDRESS]}}, "rollout.url.1", "VLLM_API_KEY"),
+        (
+            {"run": {"sinks": {"kind": "mlflow", "uri": "postgresql://hunter2@db/x"}}},
+            "run.sinks.0.uri",
+            "MLFLOW_TRACKING_URI",
+        ),
+        ({"model": {"name": "https://user:hunter2@hub/model"}}, "model.name", ""),
+    ],
+)
+def test_addresses_with_credentials_are_refused(
+    sections: dict[str, object], where: str, fix: str
+) -> None:
+    with raises_error("address-credentials", where=where, fix=fix) as raised:
+        load(source=minimal(**sections))
+    assert "hunter2" not in str(raised.error)
+
+
+def test_credentials_in_an_override_are_refused() -> None:
+    for training in (True, False):
+        with raises_error("address-credentials", where="reward.0.reward") as raised:
+            load(f"reward={ADDRESS}", source=minimal(), training=training)
+        assert "hunter2" not in str(raised.error)
+    with raises_error("address-credentials", where="reward") as raised:
+        load_reward(ADDRESS)
+    assert "hunter2" not in str(raised.error)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://host/x@2", "see http://user@host", "a@b", "http://host/?to=me@b"]
+)
+def test_an_at_sign_elsewhere_is_no_user_name(text: str) -> None:
+    rows = {"reward": "m:f", "settings": {"text": text}}
+    recipe = load(source=minimal(reward=rows, method="rejection"), training=False).recipe
+    assert recipe.reward[0].settings == {"text": text}

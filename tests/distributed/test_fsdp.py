@@ -18,9 +18,9 @@ from tests.errors import check_error, raises_error
 from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.process_group import Group, SingleProcess
+from valence.errors import out_of_memory
 from valence.models.cache import CachedReference
 from valence.models.check import check_layout, plain_batch
-from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel
 from valence.trainer.step import final_out_of_memory, optimizer_step
 from valence.types import MicroBatch

@@ -79,7 +79,11 @@ def install() -> None:
     module.read = read  # type: ignore[attr-defined]
     sys.modules[MODULE] = module
     SOURCES[NAME] = FeedbackSource(
-        module=NAME, description="a log of chats", files="a log", columns=("question answer vote",)
+        module=NAME,
+        description="a log of chats",
+        files="a log",
+        columns=("question answer vote",),
+        options=SOURCES["argilla"].options + " score-name",
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny
+from valence.errors import out_of_memory
 from valence.models import memory
 from valence.models.memory import (
     MOMENTS,
@@ -17,7 +18,6 @@ from valence.models.memory import (
     Split,
     add_value_model,
     free_memory,
-    out_of_memory,
     predict,
     sampling_bytes,
 )

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,38 @@ def test_tensorboard(tmp_path: Path) -> None:
         in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
     )
     assert "_hparams_/session_start_info" in events.PluginTagToContent("hparams")
+
+
+def test_the_credentials_of_an_mlflow_server_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            created.append(tracking_uri)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: (
+                SimpleNamespace(
+                    info=SimpleNamespace(run_id="r1"),
+                    data=SimpleNamespace(metrics={}),
+                    experiment_id="e1",
+                )
+                if name != "list_artifacts"
+                else []
+            )
+
+    monkeypatch.setattr("mlflow.MlflowClient", Client)
+    address = "https://user:hunter2@mlflow.invalid"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    run = Killed(tmp_path / "first", kind="mlflow", project="mine")
+    run.folder.mkdir()
+    killed_twice(run)
+    assert set(created) == {address}
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert run.folder / "trackers/mlflow.json" in files
+    assert not any(b"hunter2" in path.read_bytes() for path in files)
 
 
 @pytest.mark.slow

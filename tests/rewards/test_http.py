@@ -502,6 +502,18 @@ def test_addresses_that_are_none_are_mistakes(target: str, code: str, words: str
     assert words in raised.error.message
 
 
+@pytest.mark.parametrize("setting", ["reward", "judge"])
+def test_addresses_with_credentials_are_refused(setting: str) -> None:
+    url = "http://user:hunter2@host/x"
+    options: dict[str, Any] = {"judge": url, "settings": {"model": "m"}}
+    spec = entry(url, **(options if setting == "judge" else {}))
+    with raises_error(
+        "address-credentials", where=f"reward.0.{setting}", fix="token_env"
+    ) as raised:
+        reward_of([spec])
+    assert "hunter2" not in str(raised.error)
+
+
 def test_settings_of_a_client() -> None:
     with raises_error("reward-setting-unknown", where="reward.0.settings.lable", fix="label"):
         reward("http://host/x", settings={"lable": "x"})
@@ -509,9 +521,7 @@ def test_settings_of_a_client() -> None:
         reward("http://host/x", settings={"label": 3})
     with raises_error("reward-setting-unused", where="reward.0.token_env"):
         reward("length", token_env="X")
-    names = [
-        part.reward.name for part in reward_of([entry("http://user@host:80/get_reward")]).parts
-    ]
+    names = [part.reward.name for part in reward_of([entry("http://host:80/get_reward")]).parts]
     assert names == ["host-80"]
 
 

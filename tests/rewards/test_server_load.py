@@ -370,6 +370,7 @@ FUNCTIONS = "tests.rewards.served_functions"
             "http://localhost:1/get_reward",
             None,
         ),
+        (["http://user:hunter2@host/x"], {}, "address-credentials", "reward", "token_env"),
         (["length"], {}, "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
         (["exact_match", "setings.answer=label"], {}, "setting-unknown", "setings", "settings?"),
         (["no_such.module:fn"], {}, "reward-module-not-found", "no_such.module:fn", None),

@@ -146,3 +146,5 @@ def test_addresses() -> None:
     for wrong in ("localhost:8000", "ftp://a", ""):
         with raises_error("rollout-url-invalid", where="rollout.url"):
             server_root(wrong)
+    with raises_error("address-credentials", where="rollout.url", fix="VLLM_API_KEY"):
+        server_root("http://user:hunter2@a:1")

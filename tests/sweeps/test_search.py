@@ -123,3 +123,17 @@ def test_without_optuna_the_extra_is_named(place: Path, monkeypatch: pytest.Monk
     error = command_error("sweep", "recipe.yaml", *SEARCH, "--out", "sweep")
     assert error.code == "library-missing"
     assert "valence-align[optuna]" in str(error.fix)
+
+
+def test_no_configuration_is_repeated(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--search", "optuna", "--over", "loss.beta=0.1,0.3,0.5", "--out", "sweep")
+    for num_trials in ("2", "8"):
+        assert sweep(*words, "--trials", num_trials) == 0
+        values = [trial["values"]["loss.beta"] for trial in read()["trials"]]
+        assert sorted(values) == sorted(set(values))
+    assert {0.1, 0.3, 0.5} <= set(values)
+    assert "instead of 8" in capsys.readouterr().out
+    assert all(steps == [0] for steps in starts().values())
+    before = read()["trials"]
+    assert sweep(*words, "--trials", "8") == 0
+    assert read()["trials"] == before

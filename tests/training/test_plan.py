@@ -474,3 +474,8 @@ def test_unsupported_settings_are_errors_before_weights_are_loaded(
     (Path(recipe["model"]["name"]) / "model.safetensors").unlink()
     with raises_error(code, where=where):
         planned(recipe, override)
+
+
+def test_a_language_model_is_no_reward_model(recipe: dict[str, Any]) -> None:
+    with raises_error("reward-not-a-reward-model", where="reward.0.reward", fix="bradley_terry"):
+        online_plan(recipe, f"reward.0.reward={recipe['model']['name']}")

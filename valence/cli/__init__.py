@@ -15,7 +15,7 @@ from typer.rich_utils import rich_format_error
 from valence.cli.common import GATE_FAILED, MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange, name
 from valence.cli.usage import usage_error
-from valence.errors import UserError
+from valence.errors import UserError, out_of_memory
 from valence.terminal import Terminal, print_message, print_traceback, safe_streams
 
 # Each module registers its commands.
@@ -74,20 +74,33 @@ def _main() -> None:
         sys.exit(1)
     except UserError as error:
         _exit_with(error)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        where = f"{str(error.filename)[:60]}..."
-        _exit_with(
-            UserError(
-                "the file name is too long",
-                code="path-too-long",
-                where=where,
-                fix="choose a shorter name",
-            )
-        )
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        problem = _problem_of_the_system(error)
+        if problem is None:
+            raise
+        _exit_with(problem)
+
+
+def _problem_of_the_system(error: Exception) -> UserError | None:
+    """The message for an error of the operating system that the user can fix."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            "the file name is too long",
+            code="path-too-long",
+            where=f"{str(error.filename)[:60]}...",
+            fix="choose a shorter name",
+        )
+    if out_of_memory(error):
+        text = str(error).partition("\n")[0][:200]
+        return UserError(
+            f"out of memory{f' ({text})' if text else ''}",
+            code="out-of-memory",
+            fix="close other programs, raise the memory limit of this one (such as `ulimit -v` or "
+            "the limit of a container), or use a smaller model or less data",
+        )
+    return None
 
 
 def _exit_with(error: UserError) -> NoReturn:

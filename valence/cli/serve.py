@@ -150,17 +150,10 @@ def reward_service(
     """Load the reward. Raises UserError if it cannot be served."""
     from valence.config.load import load_reward
     from valence.rewards import reward_of
+    from valence.rewards.build import is_server
     from valence.rewards.pool import WorkerPool
     from valence.rewards.server import ENDS, Service
 
-    if target.startswith(("http://", "https://")):
-        raise UserError(
-            "this is already the address of a reward server",
-            code="reward-not-servable",
-            where=target,
-            fix="set `reward` in the recipe to this address, or serve a model, a function or a "
-            "rule",
-        )
     settings = [
         f"timeout={limits.timeout}",
         f"batch_size={limits.max_batch}",
@@ -168,6 +161,14 @@ def reward_service(
         "retries=0",
     ]
     spec = load_reward(target, [*settings, *overrides])
+    if is_server(spec.reward):
+        raise UserError(
+            "this is already the address of a reward server",
+            code="reward-not-servable",
+            where=spec.reward,
+            fix="set `reward` in the recipe to this address, or serve a model, a function or a "
+            "rule",
+        )
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError(
             "the reward `length` counts tokens, but requests contain only text",

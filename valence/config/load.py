@@ -30,6 +30,7 @@ from valence.config.rules import LISTS, Case, MethodFacts
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
 from valence.errors import UserError
 from valence.files import check_path, expand_path
+from valence.network import refuse_credentials
 
 M = TypeVar("M", bound=BaseModel)
 PATHS = {
@@ -39,6 +40,12 @@ PATHS = {
     "rollout": ("folder", "python"),
 }
 """Settings that are paths, or may be, by section; besides those of data, reward and run.sinks."""
+TOKEN_FIX = {
+    "reward": "set token_env to the environment variable with the server's token",
+    "rollout": "set the environment variable VLLM_API_KEY or OPENAI_API_KEY to the server's token",
+    "run": "set the environment variable MLFLOW_TRACKING_URI instead of the setting uri",
+}
+"""Where the credentials of the servers of a section belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,7 @@ def load_recipe(
     raw = _expand_short_forms(raw)
     for assignment in overrides:
         raw = _expand_short_forms(override(raw, assignment))
+    _refuse_credentials(raw, raw.values, ())
     recipe, method, mixed = _validate_recipe(raw, method_of)
     problems: list[UserError] = []
     recipe = _expand_paths(recipe, raw, problems)
@@ -181,6 +189,7 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> RewardSettings:
     raw, problems = from_mapping({"reward": reward}, COMMAND_LINE), list[UserError]()
     for assignment in overrides:
         raw = override(raw, assignment)
+    _refuse_credentials(raw, raw.values, ())
     settings = _validate(RewardSettings, raw, (), problems)
     if settings is None:
         raise messages.all_of(problems, COMMAND_LINE)
@@ -269,6 +278,20 @@ def _with_list(values: Any, path: Key, name: str) -> Any:
 
 
 # Names, types and ranges
+
+
+def _refuse_credentials(raw: RawRecipe, value: Any, path: Key) -> None:
+    """Raise UserError for credentials in an address in ``value``, before any message quotes it."""
+    if isinstance(value, str):
+        section = "reward" if "reward" in path or "judge" in path else path[0]
+        fix = TOKEN_FIX.get(str(section), "read them from the environment")
+        refuse_credentials(value, raw.where(path), fix=fix)
+    elif isinstance(value, dict):
+        for name, inner in cast(dict[str, Any], value).items():
+            _refuse_credentials(raw, inner, (*path, name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(cast(list[Any], value)):
+            _refuse_credentials(raw, inner, (*path, index))
 
 
 def _validate_recipe(

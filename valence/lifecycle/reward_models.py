@@ -14,10 +14,9 @@ from valence.data.encode import Encoder
 from valence.data.encoded_set import Unusable
 from valence.errors import UserError
 from valence.lifecycle.scorers import Numbers, RewardModelScorer, load_scorer
-from valence.models.loading import must_exist
 from valence.planning.reward_models import (
     RewardModelSettings,
-    load_reward_recipe,
+    find_reward_model,
     parse_settings,
     placed_at_reward,
 )
@@ -140,27 +139,19 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> CallBa
     Raises UserError if it is not a reward model or does not support a setting.
     """
     parsed = parse_settings(target, settings, where)
+    source, overrides = find_reward_model(target, parsed, where)
     with placed_at_reward(target, where):
-        source, overrides = load_reward_recipe(target, parsed)
         encoder = prepare(source, rewards=False).encoder
         run = Path(target) if is_run(target) else None
         scorer = load_scorer(source, encoder.tokenizer, beta=None, run=run, overrides=overrides)
-    if not isinstance(scorer, RewardModelScorer):
-        raise UserError(
-            "this is a language model, not a reward model",
-            code="reward-not-a-reward-model",
-            where=f"{where}.reward: {target}",
-            fix="use a reward model, such as a run of bradley_terry, pointwise or ordinal",
-        )
+    assert isinstance(scorer, RewardModelScorer)
     _check(scorer, parsed, f"{where}.settings")
     return ModelScores(target, scorer, encoder, parsed)
 
 
 def reward_model_must_exist(target: str, settings: Mapping[str, Any], where: str) -> None:
-    """Raise UserError if there is no model of this name. Loads no weights."""
-    with placed_at_reward(target, where):
-        source, _ = load_reward_recipe(target, parse_settings(target, settings, where))
-        must_exist(source.recipe.model.name, "model.name")
+    """Raise UserError if there is no reward model of this name. Loads no weights."""
+    find_reward_model(target, parse_settings(target, settings, where), where)
 
 
 def _check(scorer: RewardModelScorer, settings: RewardModelSettings, where: str) -> None:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from valence.errors import UserError
+from valence.errors import UserError, out_of_memory
 from valence.models.attention import CannotPackError
 from valence.models.context import TokenShard
-from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel, rotary_by_length
 from valence.types import MicroBatch, sent
 

@@ -104,20 +104,6 @@ class Memory:
         )
 
 
-OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "_STATUS_ALLOC_FAILED")
-"""Parts of messages of a RuntimeError: of PyTorch, of its allocator for host memory, and of cuBLAS,
-cuDNN and cuSOLVER, which allocate their workspaces themselves.
-"""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the device or the host has no memory left."""
-    message = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        part in message for part in OUT_OF_MEMORY_MESSAGES
-    )
-
-
 def predict(
     shape: Shape,
     *,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
-from valence.errors import UserError
+from valence.errors import UserError, out_of_memory
 from valence.losses.policy import k1, k3
-from valence.models.memory import out_of_memory
 from valence.models.reference import FrozenReference
 from valence.online.engines import RolloutEngine
 from valence.online.packed import packed_completions, unpacked_records

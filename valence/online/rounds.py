@@ -340,7 +340,8 @@ class Rounds:
         steps: list[list[int]] = []
         for epoch in range(rollout.num_epochs):
             number = self.num_rounds * rollout.num_epochs + epoch
-            order = sorted(by_prompt, key=lambda key: seed_of(train.seed, "order", number, *key))
+            # by content, not by origin: another path of the same file changes nothing
+            order = sorted(by_prompt, key=lambda key: seed_of(train.seed, "order", number, key[1]))
             num_steps = min(rollout.steps, len(order))
             for k in range(num_steps):
                 keys = order[k * len(order) // num_steps : (k + 1) * len(order) // num_steps]

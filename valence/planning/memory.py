@@ -32,7 +32,7 @@ from valence.models.memory import (
 from valence.models.shape import Shape, skeleton, skeleton_of
 from valence.planning.reward_models import (
     RewardModelSettings,
-    load_reward_recipe,
+    find_reward_model,
     parse_settings,
     placed_at_reward,
 )
@@ -375,8 +375,8 @@ def bytes_of_rewards(recipe: Recipe) -> int:
 
 
 def _bytes_of_reward_model(target: str, settings: RewardModelSettings, where: str) -> int:
+    source, _ = find_reward_model(target, settings, where)
     with placed_at_reward(target, where):
-        source, _ = load_reward_recipe(target, settings)
         spec = source.recipe.model
         dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
         layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, num_scores=1)

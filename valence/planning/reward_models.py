@@ -12,9 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype
 from valence.errors import UserError, field_problem
+from valence.models.loading import load_config
+from valence.models.scores import has_score_head
 from valence.rewards.build import KINDS
 from valence.rewards.rules import setting_error_code
-from valence.trainer.targets import load_target
+from valence.trainer.methods import method_in
+from valence.trainer.targets import is_run, load_target
 
 
 class RewardModelSettings(BaseModel):
@@ -96,3 +99,30 @@ def load_reward_recipe(
         overrides.append(f"data.as_chat={str(settings.as_chat).lower()}")
     overrides += [f"data.{name}=[]" for name in LISTS]
     return load_target(target, overrides), overrides
+
+
+def find_reward_model(
+    target: str, settings: RewardModelSettings, where: str
+) -> tuple[LoadedRecipe, list[str]]:
+    """``load_reward_recipe`` of a target that is a reward model. Loads no weights.
+
+    Raises UserError if the model does not exist, or is a language model.
+    """
+    with placed_at_reward(target, where):
+        source, overrides = load_reward_recipe(target, settings)
+        spec = source.recipe.model
+        if is_run(target):
+            is_reward_model = method_in(source.recipe).is_reward_model
+        else:
+            config = load_config(
+                spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file
+            )
+            is_reward_model = spec.gguf_file is None and has_score_head(config)
+    if not is_reward_model:
+        raise UserError(
+            "this is a language model, not a reward model",
+            code="reward-not-a-reward-model",
+            where=f"{where}.reward: {target}",
+            fix="use a reward model, such as a run of bradley_terry, pointwise or ordinal",
+        )
+    return source, overrides

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError, install_command
 from valence.files import make_folder, open_file, read_json, refuse_links, write_all
+from valence.network import has_credentials
 from valence.reports.formatting import exact, number, visible
 from valence.reports.sinks import SAMPLES, Record, capture_error, samples
 
@@ -502,7 +503,9 @@ class Mlflow:
         state, resumed = run.state, "run" in run.state
         uri = run.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_in_run_folder = not uri
-        uri = state.setdefault("uri", uri or _mlflow_uri(run))
+        uri = state.get("uri") or uri or _mlflow_uri(run)
+        if not has_credentials(uri):  # those of the environment are read again on resume
+            state["uri"] = uri
         self._is_folder = uri.startswith("file:") or not re.match(r"[\w+-]+://|databricks", uri)
         if self._is_folder:  # which MLflow otherwise refuses in favour of a database
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")

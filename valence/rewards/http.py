@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from valence.errors import UserError
-from valence.network import as_the_environment_says, backoff, routes
+from valence.network import as_the_environment_says, backoff, refuse_credentials, routes
 from valence.rewards.calls import RewardError
 from valence.types import Completion, Score
 
@@ -322,6 +322,9 @@ def _retry_after(value: str) -> float:
 
 def parse_addresses(target: str, where: str) -> list[str]:
     """The addresses in a comma-separated list. Raises UserError for an invalid one."""
+    refuse_credentials(
+        target, where, fix="set token_env to the environment variable with the server's token"
+    )
     urls = [url.strip() for url in target.split(",")]
     for url in urls:
         try:

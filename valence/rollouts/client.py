@@ -16,7 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from valence.errors import UserError
-from valence.network import as_the_environment_says, backoff, draw_jitter, routes
+from valence.network import (
+    as_the_environment_says,
+    backoff,
+    draw_jitter,
+    refuse_credentials,
+    routes,
+)
 
 CONNECT_SECONDS = 10.0
 """Time limit of connecting."""
@@ -251,6 +257,11 @@ def server_root(url: str) -> str:
     """``http://host:8000`` for ``http://host:8000``, ``http://host:8000/`` and
     ``http://host:8000/v1``.
     """
+    refuse_credentials(
+        url,
+        "rollout.url",
+        fix="set the environment variable VLLM_API_KEY or OPENAI_API_KEY to the server's token",
+    )
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(

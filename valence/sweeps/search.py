@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from valence.sweeps.state import SweepState, Trial
 JOURNAL = "optuna.journal"
 STUDY = "sweep"
 SEED = 0
+MAX_REPEATS = 100
+"""Consecutive suggestions of known configurations after which the search ends."""
 MIN_VALUES = 1000
 """Values of a range that rounding distinguishes."""
 
@@ -51,20 +54,36 @@ class OptunaSearch:
             self._study = _open_study(folder / JOURNAL)
 
     def extend(self, state: SweepState) -> bool:
-        """Add the trials of the next configuration. Returns whether there is one."""
+        """Add the trials of the next configuration that the sweep does not have. Returns whether
+        there is one.
+        """
         import optuna
 
         self._update(state)
-        numbers = sorted({t.number for t in state.trials if t.number is not None})
-        count = len(numbers)
-        if count >= self._num_trials:
+        count = num_searched(state)
+        if count >= self._num_trials or self._is_exhausted(state):
             return False
-        self._study.sampler = optuna.samplers.TPESampler(seed=SEED + count)
-        trial = self._study.ask(self._distributions)
-        values = {name: _rounded(v, self._grid.axes[name]) for name, v in trial.params.items()}
-        configuration = self._grid.configuration(values)
-        state.add(configuration, self._seeds, trial.number)
-        return True
+        for attempt in range(MAX_REPEATS):
+            # a sampler with the same seed would repeat itself
+            seed = SEED + count + attempt * 10_000
+            self._study.sampler = optuna.samplers.TPESampler(seed=seed)
+            trial = self._study.ask(self._distributions)
+            values = {name: _rounded(v, self._grid.axes[name]) for name, v in trial.params.items()}
+            configuration = self._grid.configuration(values)
+            if not state.has(configuration):
+                state.add(configuration, self._seeds, trial.number)
+                return True
+            # the sampler ignores failed trials, and knows the result already
+            self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        return False
+
+    def _is_exhausted(self, state: SweepState) -> bool:
+        """Whether the axes are lists of values of which the sweep has every combination."""
+        axes = self._grid.axes
+        return not any(isinstance(axis, ValueRange) for axis in axes.values()) and all(
+            state.has(self._grid.configuration(dict(zip(axes, values, strict=True))))
+            for values in product(*axes.values())
+        )
 
     def report(self, state: SweepState) -> None:
         """Tell Optuna the results of configurations whose trials have all ended."""
@@ -112,6 +131,11 @@ class OptunaSearch:
                 self._study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
             elif all(t.state == "done" for t in trials):
                 self._study.tell(frozen.number, _objective(trials, state.sign))
+
+
+def num_searched(state: SweepState) -> int:
+    """The number of different configurations that a search has suggested."""
+    return len({trial.key for trial in state.trials if trial.number is not None})
 
 
 def _objective(trials: Sequence[Trial], sign: int) -> float:

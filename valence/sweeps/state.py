@@ -210,6 +210,11 @@ class SweepState:
         current = [self._trial(trials, c, seed) for seed in seeds for c in configurations]
         self.trials = [*current, *(trial for trial in self.trials if not trial.included)]
 
+    def has(self, configuration: Configuration) -> bool:
+        """Whether a trial of the sweep has the values of the configuration."""
+        key = key_of(_plain_values(configuration))
+        return any(trial.key == key for trial in self.included)
+
     def add(self, configuration: Configuration, seeds: Sequence[int], number: int) -> None:
         """Add the trials of a configuration that a search suggested."""
         for seed in seeds:
@@ -220,10 +225,10 @@ class SweepState:
     def _trial(
         self, trials: Mapping[tuple[str, int], Trial], configuration: Configuration, seed: int
     ) -> Trial:
-        key = key_of(json.loads(json.dumps(configuration.values, default=str)))
-        trial = trials.get((key, seed)) or Trial(
+        values = _plain_values(configuration)
+        trial = trials.get((key_of(values), seed)) or Trial(
             name=f"{folder_name(configuration.label)},seed={seed}",
-            values=json.loads(json.dumps(configuration.values, default=str)),
+            values=values,
             seed=seed,
             overrides=[],
         )
@@ -232,6 +237,11 @@ class SweepState:
         trial.is_default, trial.included = configuration.is_default, True
         trial.shares_cache = configuration.shares_cache
         return trial
+
+
+def _plain_values(configuration: Configuration) -> dict[str, Any]:
+    """The values of a configuration as they are read back from a file."""
+    return json.loads(json.dumps(configuration.values, default=str))
 
 
 @contextmanager

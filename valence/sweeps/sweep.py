@@ -13,7 +13,7 @@ from valence.sweeps.grid import Grid
 from valence.sweeps.objective import Objectives
 from valence.sweeps.results import compute_results, write_sweep_page
 from valence.sweeps.run import Search, StopRequestedError, SweepOptions, SweepRunner
-from valence.sweeps.search import OptunaSearch
+from valence.sweeps.search import OptunaSearch, num_searched
 from valence.sweeps.state import TRIALS, SweepState, Trial, locked_folder
 from valence.terminal import print_message
 
@@ -89,6 +89,12 @@ def run_sweep(
         finally:
             state.results = compute_results(state)
             state.save()
+        if num_trials is not None and stopped is None and num_searched(state) < num_trials:
+            message = (
+                f"the search ended after {num_searched(state):,} configurations instead of "
+                f"{num_trials:,}: every further suggestion repeats one of the sweep"
+            )
+            print_message(console, message, "yellow")
         try:
             write_sweep_page(state)
         except OSError as error:
@@ -134,7 +140,7 @@ def _summary(state: SweepState, num_trials: int | None) -> str:
     num_done = sum(trial.state == "done" for trial in included)
     others = sum(not trial.included for trial in state.trials)
     if num_trials is not None:
-        text = f"sweep: {num_trials} configurations chosen by Optuna"
+        text = f"sweep: up to {num_trials} configurations chosen by Optuna"
     else:
         text = f"sweep: {num_configurations} configurations"
         text += f" x {num_seeds} seeds = {len(included)} trials" if num_seeds > 1 else ""

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from valence.errors import UserError
+from valence.errors import UserError, out_of_memory
 from valence.models.gradients import clear
-from valence.models.memory import out_of_memory
 from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.state import RandomState

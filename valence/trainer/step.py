@@ -25,14 +25,13 @@ from valence.batching.micro_batches import (
     round_robin,
 )
 from valence.distributed.process_group import Group
-from valence.errors import UserError
+from valence.errors import UserError, out_of_memory
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
 from valence.models.cache import CachedReference
 from valence.models.gradients import clear
-from valence.models.memory import out_of_memory
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens

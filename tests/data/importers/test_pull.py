@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ import pytest
 
 from tests.data.importers.exports import assistant, user
 from tests.errors import raises_error
+from valence.data.importers import pull as pull_module
 from valence.data.importers.pull import SERVERS, Retry, pull, pull_rows, write_rows
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.errors import UserError
@@ -85,8 +87,13 @@ def mock() -> Iterator[Mock]:
             if reply is None:
                 self.close_connection = True
                 return
-            data = reply.body if isinstance(reply.body, str) else json.dumps(reply.body)
             self.send_response(reply.status)
+            if isinstance(reply.body, Iterator):
+                self.end_headers()
+                with suppress(OSError):  # the client closes the connection
+                    self.wfile.writelines(reply.body)
+                return
+            data = reply.body if isinstance(reply.body, str) else json.dumps(reply.body)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(data.encode())))
@@ -228,6 +235,31 @@ def test_urls_that_cannot_be_used(url: str, code: str) -> None:
 
 
 # Failures
+
+
+def endless() -> Iterator[bytes]:
+    while True:
+        yield b"[" * 1000
+
+
+@pytest.mark.parametrize(
+    ("limits", "reply"),
+    [
+        ({}, lambda request: Reply("[" * 100_000 + "]" * 100_000)),
+        ({"MAX_REPLY_BYTES": 1000}, lambda request: [{"id": "x" * 2000}]),
+        ({"MAX_REPLY_BYTES": 100_000}, lambda request: Reply(endless())),
+        ({"MAX_REPLY_SECONDS": 0.2}, lambda request: Reply(endless())),
+    ],
+)
+def test_replies_that_are_too_large_or_too_deep(
+    limits: dict[str, Any], reply: Answer, mock: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(pull_module, name, value)
+    mock.answers[EXPORT] = reply
+    with raises_error("import-reply-invalid", where=mock.url + EXPORT):
+        webui(mock)
+    assert len(mock.requests) == 1
 
 
 def test_busy_and_failing_servers_are_asked_again(mock: Mock, delays: Delays) -> None:

@@ -250,6 +250,21 @@ def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
     )
 
 
+def test_the_path_of_the_prompts_changes_no_step(place: Path) -> None:
+    """Several paths, because two of them may give the same order by chance."""
+    settings = recipe_without_eval(
+        place, rollout={"epochs": 4, "steps": 3}, train={"max_steps": 12}
+    )
+    results: list[list[dict[str, Any]]] = []
+    for name in ("a", "b", "c"):
+        copy = place / f"{name}.jsonl"
+        copy.write_bytes((place / "prompts.jsonl").read_bytes())
+        data = {**settings["data"], "train": [str(copy)]}
+        train({**settings, "data": data, "run": {**settings["run"], "dir": str(place / name)}})
+        results.append(logged(place, name))
+    assert results[0] == results[1] == results[2]
+
+
 @pytest.mark.parametrize("method", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_micro_batches_change_no_number(method: str, place: Path) -> None:
     """Advantages and the averages' counts are those of the whole round and step."""

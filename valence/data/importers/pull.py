@@ -28,13 +28,16 @@ import httpx
 from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
-from valence.network import as_the_environment_says, routes
+from valence.network import as_the_environment_says, refuse_credentials, routes
 from valence.types import Origin
 
 Rows = Iterator[dict[str, Any]]
 MAY_PASS = (408, 425, 429, 500, 502, 503, 504)
 """Statuses that another try may change."""
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+MAX_REPLY_BYTES = 512 * 2**20
+"""Open WebUI sends all of its votes, with their conversations, in one reply."""
+MAX_REPLY_SECONDS = 600.0
 PAGE_SIZE = 100
 """Rows asked for at once: the most that Langfuse and LangSmith return."""
 NUM_IDS = 50
@@ -118,9 +121,9 @@ class Api:
         while True:
             wait, response = 0.0, None
             try:
-                response = self.client.request(method, where, **content)
-                if response.status_code not in MAY_PASS:
-                    return self._json(response, where)
+                with self.client.stream(method, where, **content) as response:
+                    if response.status_code not in MAY_PASS:
+                        return self._json(response, self._read(response, where), where)
                 problem = f"the server answers with status {response.status_code}"
                 wait = _seconds(response.headers.get("retry-after", ""))
             except httpx.RequestError as error:
@@ -139,9 +142,20 @@ class Api:
                 )
             self.retry.sleep(max(wait, self.retry.delay(failures)))
 
-    def _json(self, response: httpx.Response, where: str) -> Any:
+    def _read(self, response: httpx.Response, where: str) -> bytes:
+        """The body of a reply, with a limited length and time."""
+        reply, deadline = bytearray(), time.monotonic() + MAX_REPLY_SECONDS
+        for chunk in response.iter_bytes():
+            reply += chunk
+            if len(reply) > MAX_REPLY_BYTES:
+                raise _bad_reply(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes", where)
+            if time.monotonic() > deadline:
+                raise _bad_reply(f"the reply takes longer than {MAX_REPLY_SECONDS:g} s", where)
+        return bytes(reply)
+
+    def _json(self, response: httpx.Response, reply: bytes, where: str) -> Any:
         status = response.status_code
-        text = self._redacted(response.text[:200].strip())
+        text = self._redacted(reply[:1000].decode(errors="replace"))[:200].strip()
         message = f"the server answers with status {status}{f': {text}' if text else ''}"
         if status in (401, 403):
             code = "import-unauthorized"
@@ -159,15 +173,11 @@ class Api:
             )
             raise UserError(message, code="import-refused", where=where, fix=fix)
         try:
-            return response.json()
+            return json.loads(reply)
+        except RecursionError as error:
+            raise _bad_reply("the reply has too many levels of lists and objects", where) from error
         except ValueError as error:
-            raise UserError(
-                f"the reply is not JSON: {text!r}",
-                code="import-reply-invalid",
-                where=where,
-                fix="set --url to the address of the tool's API, not of one of its web pages or "
-                "of a proxy",
-            ) from error
+            raise _bad_reply(f"the reply is not JSON: {text!r}", where) from error
 
     def _redacted(self, text: str) -> str:
         for secret in self.secrets:
@@ -181,15 +191,8 @@ class Api:
         else:
             items = reply.get(name) if isinstance(reply, dict) else None
         if not isinstance(items, list):
-            raise UserError(
-                f"the reply of the server has no list {name!r}"
-                if name
-                else "the reply of the server is not a list",
-                code="import-reply-invalid",
-                where=self.url + path,
-                fix="check the address; if it is correct, Valence does not know this version of "
-                "the server: export the feedback to a file and import the file",
-            )
+            problem = f"has no list {name!r}" if name else "is not a list"
+            raise _bad_reply(f"the reply of the server {problem}", self.url + path)
         return [item for item in items if isinstance(item, dict)]
 
     def repeats(self, path: str) -> UserError:
@@ -535,15 +538,25 @@ def server_address(url: str) -> tuple[str, str]:
     network += f":{port}" if port else ""
     path = parts.path.rstrip("/")
     address = urlunsplit((parts.scheme, network, path, "", ""))
-    if parts.username or parts.password:
-        raise UserError(
-            "the URL contains a user name or password",
-            code="import-url-credentials",
-            where=address,
-            fix="remove them from the URL, and set the environment variables of the tool, such as "
-            "LANGFUSE_PUBLIC_KEY and LANGFUSE_SECRET_KEY",
-        )
+    refuse_credentials(
+        url,
+        address,
+        fix="set the environment variables of the tool, such as LANGFUSE_PUBLIC_KEY and "
+        "LANGFUSE_SECRET_KEY, or name another variable with --token-env",
+        code="import-url-credentials",
+    )
     return address, (parse_qs(parts.query).get("project") or [""])[0]
+
+
+def _bad_reply(problem: str, where: str) -> UserError:
+    return UserError(
+        problem,
+        code="import-reply-invalid",
+        where=where,
+        fix="set --url to the address of the tool's API, not of one of its web pages or of a "
+        "proxy; if it is correct, Valence cannot read this version of the server: export the "
+        "feedback to a file and import the file",
+    )
 
 
 def _bad_url(problem: str, where: str) -> UserError:

@@ -22,6 +22,9 @@ NUM_DETECTED = 20
 
 PARTS = ("prompt", "completion", "left", "right", "correction", "label")
 """Parts of a row whose place a reader can be told (``ReadOptions.paths``)."""
+OF_PARTS = " ".join(PARTS)
+OF_TRACES = "prompt completion score-name category include-machine"
+"""Options of the readers of traces with scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,8 @@ class FeedbackSource:
     files: what it is, and which files of it are read, for people. main: the kind of most of its
     rows. is_pullable: whether it can be read from its server. lists_all_votes: whether its server
     lists every vote until somebody deletes it. columns: dotted paths by which a row
-    of its export is recognized; each text holds those of one kind of export.
+    of its export is recognized; each text holds those of one kind of export. options: names of the
+    options of ``valence import`` that its reader uses, besides keep-reasoning, which all use.
     """
 
     module: str
@@ -42,6 +46,7 @@ class FeedbackSource:
     is_pullable: bool = False
     lists_all_votes: bool = False
     columns: tuple[str, ...] = ()
+    options: str = ""
 
 
 SOURCES: dict[str, FeedbackSource] = {
@@ -58,6 +63,7 @@ SOURCES: dict[str, FeedbackSource] = {
         description="LibreChat: thumbs",
         files="mongoexport of the collection messages (all of them), and of conversations",
         columns=("messageId conversationId isCreatedByUser",),
+        options="category",
     ),
     "chat_ui": FeedbackSource(
         module="chat_ui",
@@ -69,12 +75,14 @@ SOURCES: dict[str, FeedbackSource] = {
         description="Chainlit: thumbs",
         files="the tables feedbacks, steps and threads as JSON or CSV, or the SQLite file",
         columns=("forId threadId value",),
+        options="category",
     ),
     "gradio": FeedbackSource(
         module="gradio",
         description="Gradio ChatInterface: likes and dislikes",
         files=".gradio/flagged/log.csv",
         columns=("conversation index value flag",),
+        options="category",
     ),
     "fastchat": FeedbackSource(
         module="fastchat",
@@ -89,6 +97,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="scores, and the observations or traces that they belong to",
         is_pullable=True,
         columns=("traceId dataType source", "trace_id data_type source"),
+        options=OF_TRACES,
     ),
     "langsmith": FeedbackSource(
         module="langsmith",
@@ -96,6 +105,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="feedback and runs, as JSON or JSON Lines",
         is_pullable=True,
         columns=("run_id key feedback_source",),
+        options=OF_TRACES,
     ),
     "phoenix": FeedbackSource(
         module="phoenix",
@@ -103,18 +113,21 @@ SOURCES: dict[str, FeedbackSource] = {
         files="annotations and spans, as JSON, JSON Lines or Parquet",
         is_pullable=True,
         columns=("annotator_kind name span_id", "annotator_kind name trace_id"),
+        options=OF_TRACES,
     ),
     "helicone": FeedbackSource(
         module="helicone",
         description="Helicone: ratings of requests",
         files="JSON Lines of its exporter, with --include-body",
         columns=("request_id request_body", "request_id feedback_rating"),
+        options="prompt completion",
     ),
     "openai": FeedbackSource(
         module="openai",
         description="OpenAI: preference rows, and stored completions",
         files="JSON Lines",
         main="pairs",
+        options="prompt label category",
     ),
     "bedrock": FeedbackSource(
         module="bedrock",
@@ -122,6 +135,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="JSON Lines",
         main="pairs",
         columns=("humanEvaluationResult inputRecord", "schemaVersion messages"),
+        options="score-name",
     ),
     "label_studio": FeedbackSource(
         module="label_studio",
@@ -129,6 +143,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="JSON, JSON_MIN, CSV or TSV export of a project",
         main="pairs",
         columns=("data annotations", "annotator annotation_id"),
+        options=f"{OF_PARTS} category",
     ),
     "argilla": FeedbackSource(
         module="argilla",
@@ -136,6 +151,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="records as JSON, Parquet or CSV, flat if there are drafts",
         main="pairs",
         columns=("fields responses suggestions",),
+        options=f"{OF_PARTS} category include-machine",
     ),
 }
 """By name as recipes write it; commands write hyphens."""
@@ -165,6 +181,26 @@ def command_name(name: str) -> str:
     return name.replace("_", "-")
 
 
+def refuse_unused(name: str, options: ReadOptions) -> None:
+    """Raise UserError for an option that the reader of a source does not use."""
+    values = {
+        **options.paths,
+        "score-name": options.score_names,
+        "category": options.labels,
+        "include-machine": options.includes_machine,
+    }
+    for option in [option for option, value in values.items() if value]:
+        if option not in SOURCES[name].options.split():
+            users = [tool for tool, source in SOURCES.items() if option in source.options.split()]
+            raise UserError(
+                f"{command_name(name)} does not use --{option}"
+                + (f" (in a recipe: keys.{option})" if option in PARTS else ""),
+                code="option-unused",
+                where=f"--{option}",
+                fix=f"remove it; it is for {', '.join(map(command_name, users))}",
+            )
+
+
 def is_source(format: str | None) -> bool:
     """Whether a file's ``format`` in a recipe is the export of a feedback tool."""
     return format is not None and format.replace("-", "_") in SOURCES
@@ -177,8 +213,9 @@ def read_votes(
 
     Raises UserError for an unknown source, and as its reader does.
     """
-    source, options = SOURCES[source_name(name)], options or ReadOptions()
-    read: Reader = import_module(f"valence.data.importers.{source.module}").read
+    name, options = source_name(name), options or ReadOptions()
+    refuse_unused(name, options)
+    read: Reader = import_module(f"valence.data.importers.{SOURCES[name].module}").read
     return anonymize_votes(_read(read, list(paths), options), options)
 
 
@@ -229,6 +266,7 @@ def pull_votes(
             where="--url",
             fix=f"export files, and pass them instead of --url: {SOURCES[name].files}",
         )
+    refuse_unused(name, options)
     pull = import_module("valence.data.importers.pull").pull
     votes = pull(name, url, options, since, token_env=token_env, progress=progress)
     return anonymize_votes(votes, options)
