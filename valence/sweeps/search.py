@@ -80,9 +80,10 @@ class OptunaSearch:
     def _is_exhausted(self, state: SweepState) -> bool:
         """Whether the axes are lists of values of which the sweep has every combination."""
         axes = self._grid.axes
-        return not any(isinstance(axis, ValueRange) for axis in axes.values()) and all(
+        lists = [axis for axis in axes.values() if not isinstance(axis, ValueRange)]
+        return len(lists) == len(axes) and all(
             state.has(self._grid.configuration(dict(zip(axes, values, strict=True))))
-            for values in product(*axes.values())
+            for values in product(*lists)
         )
 
     def report(self, state: SweepState) -> None:
