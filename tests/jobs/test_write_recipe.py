@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from tests.command import command, command_error, place
 from tests.errors import check_error, raises_error
+from valence.cli.common import data_file
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.data.load import DataFile
 from valence.jobs.write_recipe import MODEL, write_recipe
@@ -136,14 +138,12 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
         (("message", "reply", "Rating"), ("4", "1"), "score"),
         (("prompt", "completion", "helpful"), ("True", "False"), "label"),
         (("prompt", "completion", "feedback"), ("good", ""), "label"),
-        (("prompt", "completion", "feedback"), ("too long", "fine"), None),
-        (("prompt", "completion", "tokens"), ("5", "7"), None),
         (("question", "answer", "thumb"), ("up", "downn"), "label"),
         (("question", "answer", "helpful"), ("helpful", "not helpful"), "label"),
     ],
 )
-def test_a_rating_under_another_name_is_read_and_a_comment_is_not(
-    names: tuple[str, str, str], cells: tuple[str, str], keys: str | None
+def test_a_rating_under_another_name_is_read(
+    names: tuple[str, str, str], cells: tuple[str, str], keys: str
 ) -> None:
     prompt, answer, rating = names
     rows = [
@@ -152,8 +152,8 @@ def test_a_rating_under_another_name_is_read_and_a_comment_is_not(
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
     recipe = load_recipe("recipe.yaml", method_of=method_of).recipe
-    assert recipe.data.train[0].keys.get(keys or "label") == (rating if keys else None)
-    assert (recipe.method == "kto") is (keys is not None and cells[1] not in ("", "downn"))
+    assert recipe.data.train[0].keys[keys] == rating
+    assert (recipe.method == "kto") is (cells[1] not in ("", "downn"))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,46 @@ def test_pairs_under_other_names_are_read(prompt: str, chosen: str, rejected: st
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
     assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "method"),
+    [
+        ("CSAT", ("4", "1", ""), "kto"),
+        ("CSAT", ("Happy", "Unhappy"), "kto"),
+        ("Problem solved?", ("yes", "no"), "kto"),
+        ("Survey result", ("1", "2", "5"), "init-rating"),
+        ("outcome", ("ok", "escalated"), "init-rating"),
+        ("Survey result", ("yes", "no"), "init-rating"),
+        ("topic", ("bill", "parcel", "login"), "sft"),
+        ("tokens", ("12", "480", "77"), "sft"),
+        ("feedback", ("too long", "fine", "polite"), "sft"),
+        ("Ticket ID", None, "sft"),
+    ],
+)
+def test_a_rating_that_is_not_read_is_asked_about(
+    column: str, cells: tuple[str, ...] | None, method: str
+) -> None:
+    rows = [
+        {
+            "Customer message": f"question {i}",
+            "Agent reply": f"answer {i}",
+            column: cells[i % len(cells)] if cells else f"T-{i}",
+        }
+        for i in range(60)
+    ]
+    write(rows, "tickets.csv")
+    if method != "init-rating":
+        write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"))
+        assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == method
+        return
+    for asked in (None, "kto"):
+        with raises_error("init-rating", where="tickets.csv", fix="--method sft") as raised:
+            write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"), method=asked)
+    words = shlex.split((raised.error.fix or "").split("`")[1])
+    assert words[:2] == ["valence", "init"]
+    assert data_file(words[2]).keys.keys() >= {"prompt", "completion"}
+    write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"), method="sft")
 
 
 def test_rows_with_prompts_alone_name_the_columns_that_are_not_read() -> None:

@@ -48,7 +48,7 @@ def init(
     ] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe for a file of rows: look at its columns and rows, choose the method, and hold
-    out a tenth of the prompts to evaluate on.
+    out a part of the prompts to evaluate on.
     """
     from valence.jobs.write_recipe import write_recipe
 

@@ -21,7 +21,8 @@ NESTED = frozenset(name for name in COLUMNS if "." in name)
 OTHER_NAMES = {
     "prompt": "question query input instruction user request problem message",
     "completion": "answer response output reply assistant generation",
-    "label": "verdict thumb thumbs vote feedback liked rating helpful useful",
+    "label": "verdict thumb thumbs vote feedback liked rating helpful useful csat satisfaction "
+    "resolved solved",
     "score": "reward points grade stars",
     "chosen": "preferred accepted better winner good best",
     "rejected": "dispreferred refused worse loser bad worst",
@@ -131,7 +132,8 @@ def _column_called(columns: Sequence[str], part: str, others: Sequence[str]) -> 
         return exact[0] if exact else None
     # the first word says which answer of a pair it is, the last one what kind of text
     place = 0 if part in ("chosen", "rejected") else -1
-    named = [c for c in columns if re.split(r"[\s_.-]+", lower[c])[place] in names]
+    words = {c: re.findall(r"[^\W_]+", lower[c]) or [""] for c in columns}
+    named = [c for c in columns if words[c][place] in names]
     return named[0] if len(named) == 1 else None
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -30,6 +30,7 @@ from valence.data.load import (
 )
 from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
+from valence.data.values import as_number, thumb
 from valence.errors import UserError
 from valence.files import check_path
 from valence.jobs.row_job import replace_file
@@ -41,6 +42,12 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The model of a recipe that names no other: small enough for a laptop."""
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the prompts to hold out: the first one that holds out enough rows for a verdict."""
+NEARLY = 0.75
+"""Share of the rows that a verdict needs, from which on as many as possible are held out."""
+SHOWN = 5
+"""Values of a column that a message shows."""
+SCALE = range(-10, 11)
+"""Whole numbers that a rating may be."""
 PLAIN = re.compile(r"[A-Za-z_.][\w./-]*")
 WORDS = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
 """Words that YAML 1.1 does not read as text."""
@@ -185,12 +192,20 @@ def _command_to_name_columns(file: DataFile) -> str:
 
 
 def _unread_columns(file: DataFile) -> list[str]:
-    """Columns with text that no part of the rows is read from."""
+    """Columns with text or numbers that no part of the rows is read from."""
     read = set(columns_of(file).values())
-    rows = read_rows(file.path, split=file.split, subset=file.subset, limit=DETECT_ROWS)
-    values = [row.value for row in rows if isinstance(row, Row)]
-    names = {name for row in values for name, value in row.items() if isinstance(value, str)}
+    names = {
+        name
+        for row in _head(file)
+        for name, value in row.items()
+        if isinstance(value, str | int | float)
+    }
     return sorted(names - read - {"id"})
+
+
+def _head(file: DataFile) -> list[dict[str, Any]]:
+    rows = read_rows(file.path, split=file.split, subset=file.subset, limit=DETECT_ROWS)
+    return [row.value for row in rows if isinstance(row, Row)]
 
 
 def _refuse_export(file: DataFile) -> None:
@@ -267,6 +282,8 @@ def _choose(facts: FileFacts, method: str | None) -> tuple[str, _Conversion]:
             fix="start from a recipe with a reward (`valence recipes online_grpo`), or collect "
             "rated answers with `valence collect`",
         )
+    if facts.kind == "demonstration" and (table_row is None or table_row.kind != "demonstration"):
+        _refuse_unread_rating(facts.file)
     table_row = table_row or method_of(_usual(facts))
     problem: UserError | None = None
     for name in (None, *CONVERSIONS):
@@ -284,6 +301,35 @@ def _choose(facts: FileFacts, method: str | None) -> tuple[str, _Conversion]:
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+def _refuse_unread_rating(file: DataFile) -> None:
+    """Raise UserError for a column that looks like a rating and is not read: bad answers are no
+    examples to imitate.
+    """
+    values = _head(file)
+    for column in _unread_columns(file):
+        cells = [row[column] for row in values if str(row.get(column) or "").strip()]
+        different = sorted(set(map(str, cells)))
+        numbers = [as_number(cell) for cell in cells]
+        is_scale = all(number in SCALE for number in numbers)
+        is_verdict = all(thumb(cell) is not None for cell in cells) or len(different) == 2
+        if len(different) < 2 or len(different) == len(cells) or not (is_scale or is_verdict):
+            continue
+        is_label = not is_scale or all(thumb(cell) is not None for cell in cells)
+        part = "label" if is_label else "score"
+        names = {name for row in values for name in row}
+        keys = {key: name for key, name in columns_of(file).items() if name in names}
+        keys[part] = column
+        section = f"{{path: {_text(file.path)}, keys: {_mapping(keys)}}}"
+        raise UserError(
+            f"the column {column!r} looks like a rating ({', '.join(different[:SHOWN])}), but is "
+            "not read",
+            code="init-rating",
+            where=file.path,
+            fix=f"if it is a rating, run `valence init {shlex.quote(section)}`; if all answers are "
+            "to be imitated, add --method sft",
+        )
 
 
 def _usual(facts: FileFacts) -> str:
@@ -306,7 +352,10 @@ def _share(
     options["on_bad_row"] = "skip" if facts.bad else "stop"
     load([facts.file], method.kind, **options)
     needed = _rows_needed(facts, method)
-    enough = [share for share in SHARES if share * facts.counts.total() >= needed]
+    num_rows = facts.counts.total()
+    enough = [share for share in SHARES if share * num_rows >= needed]
+    if not enough and SHARES[-1] * num_rows >= NEARLY * needed:
+        enough = [SHARES[-1]]
     for wanted in (*enough, *SHARES):
         share = PromptSplit(wanted).nearest_share(facts.positions)
         with suppress(UserError):  # for example, no prompt on one side has a pair
@@ -350,8 +399,7 @@ def _lines(
     }
     entries = [f"{name}: {_text(value)}" for name, value in section.items()]
     if file.keys:
-        keys = ", ".join(f"{_text(part)}: {_text(name)}" for part, name in file.keys.items())
-        entries.append(f"keys: {{{keys}}}")
+        entries.append(f"keys: {_mapping(file.keys)}")
     yield f"  train: {{{', '.join(entries)}}}"
     if conversion.name is not None:
         yield f"  convert: {conversion.name}  # {CONVERSIONS[conversion.name].description}"
@@ -380,6 +428,10 @@ def _evaluation_lines(share: float | None) -> Iterator[str]:
         return
     part = "a tenth" if share == SHARES[0] else f"{share:.0%}"
     yield f"  eval: {share:g}  # evaluate on about {part} of the prompts, and train on the others"
+
+
+def _mapping(names: Mapping[str, str]) -> str:
+    return f"{{{', '.join(f'{_text(part)}: {_text(name)}' for part, name in names.items())}}}"
 
 
 def _is_local(file: DataFile) -> bool:
