@@ -203,9 +203,9 @@ def test_a_rating_that_is_not_read_is_asked_about(
         write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"))
         assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == method
         return
-    for asked in (None, "kto"):
+    for other in (None, "kto"):
         with raises_error("init-rating", where="tickets.csv", fix="--method sft") as raised:
-            write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"), method=asked)
+            write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"), method=other)
     words = shlex.split((raised.error.fix or "").split("`")[1])
     assert words[:2] == ["valence", "init"]
     assert data_file(words[2]).keys.keys() >= {"prompt", "completion"}
