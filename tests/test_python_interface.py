@@ -104,6 +104,15 @@ def test_a_loaded_model_replaces_the_name(place: Path) -> None:
     assert run.ask("question 1", max_new_tokens=2) is not None
 
 
+def test_a_file_with_other_columns_is_a_section(place: Path) -> None:
+    text = (place / "rows.jsonl").read_text().replace('"completion"', '"reply text"')
+    (place / "renamed.jsonl").write_text(text)
+    section = {"path": "renamed.jsonl", "keys": {"completion": "reply text"}}
+    run = valence.train(method="kto", model="./model", train=section, quiet=True, **SETTINGS)
+    assert run.step == 2
+    assert run.recipe.data.train[0].keys == section["keys"]
+
+
 def test_text_is_continued_where_the_run_trains_on_text(place: Path) -> None:
     rows = [
         {"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0}

@@ -81,8 +81,10 @@ def train(
     weights are split over processes, it can be called at any time, also after an error.
     tokenizer: by default that of the folder or name that the model was loaded from. train, eval:
     rows that replace ``data.train`` and ``data.eval``: a list of dictionaries in any row format, a
-    list of ``Example`` objects, a pandas DataFrame, a ``datasets.Dataset``, or one or more paths of
-    files. eval may also be the share of the training rows to hold out, such as 0.1.
+    list of ``Example`` objects, a pandas DataFrame, a ``datasets.Dataset``, one or more paths of
+    files, or a section with ``path`` as in a recipe, such as ``{"path": FILE, "keys": {...}}``.
+    Another mapping is the section ``train`` or ``eval`` of a recipe. eval may also be the share of
+    the training rows to hold out, such as 0.1.
     optimizer: an object, or a function that takes the list of trained weights. scheduler: an
     object, or a function that takes the optimizer. callbacks: functions that take the run and a
     record of the log; they are called for each record.
@@ -104,7 +106,7 @@ def train(
         name: value for name, value in (("method", method), *settings.items()) if value is not None
     }
     sections = {
-        name: value
+        f"data.{name}" if name != "model" and "path" in value else name: value
         for name, value in (("model", model), ("train", train), ("eval", eval))
         if isinstance(value, Mapping)
     }
