@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from functools import partial, partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_two_models_that_sample_at_once_leave_compiled_programs_usable() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_programs_for_a_gpu_do_not_depend_on_measurements(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a run that resumes with another cache of programs may round differently. Forward
     and backward pass are compiled with the setting.
@@ -156,7 +157,8 @@ def test_programs_for_a_gpu_do_not_depend_on_measurements(
     options = flex.compiler_options()
     monkeypatch.undo()
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", follow)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    # not the cache of earlier runs on the disk
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: x.sin().sum(), options=options)(x).backward()
     assert compiled == [on_gpu] * 2
