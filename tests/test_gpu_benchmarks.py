@@ -48,7 +48,7 @@ def test_a_failed_check_does_not_end_the_others(tmp_path: Path) -> None:
         Check("third", lambda: {"x": 1.0}, minima={"x": 2.0}),
         Check("fourth", lambda: {"x": math.nan}, maxima={"x": 2.0}),
         Check("fifth", dict, maxima={"x": 2.0}),
-        Check("beside", lambda: {"x": 1}, is_background=True),
+        Check("background", lambda: {"x": 1}, is_background=True),
     ]
     assert run_checks(tmp_path, *checks) == ["ok", "failed", "missed", "missed", "failed", "ok"]
     lines = (tmp_path / FILE).read_text(encoding="utf-8").splitlines()
@@ -91,7 +91,11 @@ def test_what_is_left_at_the_end_of_the_time_is_skipped_and_run_later(tmp_path: 
             raise AssertionError from error
         return {}
 
-    checks = [Check("long", hang), Check("next", dict), Check("beside", hang, is_background=True)]
+    checks = [
+        Check("long", hang),
+        Check("next", dict),
+        Check("background", hang, is_background=True),
+    ]
     start = time.monotonic()
     assert run_checks(tmp_path, *checks, seconds=0.3) == ["skipped"] * 3
     assert time.monotonic() - start < 10
@@ -247,7 +251,7 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------- beside TRL
+# Compared with TRL
 
 
 @pytest.mark.parametrize(

@@ -139,15 +139,17 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
         (("prompt", "completion", "helpful"), ("True", "False"), "label"),
         (("prompt", "completion", "feedback"), ("good", ""), "label"),
         (("question", "answer", "thumb"), ("up", "downn"), "label"),
+        (("question", "answer", "CSAT"), ("4", "1", "5", "2", "great"), "score"),
         (("question", "answer", "helpful"), ("helpful", "not helpful"), "label"),
     ],
 )
 def test_a_rating_under_another_name_is_read(
-    names: tuple[str, str, str], cells: tuple[str, str], keys: str
+    names: tuple[str, str, str], cells: tuple[str, ...], keys: str
 ) -> None:
     prompt, answer, rating = names
     rows = [
-        {prompt: f"question {i}", answer: f"answer {i}", rating: cells[i % 2]} for i in range(40)
+        {prompt: f"question {i}", answer: f"answer {i}", rating: cells[i % len(cells)]}
+        for i in range(40)
     ]
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
@@ -259,6 +261,13 @@ def test_rows_that_cannot_be_used_are_skipped_and_named() -> None:
     assert (mixed.method, len(mixed.facts.bad)) == ("kto", len(PAIRS))
     with raises_error("row-label-invalid", where="rows.jsonl:1"):
         write_recipe(write([bad]), Path("other.yaml"))
+
+
+def test_a_file_of_which_most_rows_cannot_be_used_gets_no_recipe() -> None:
+    write([{**row, "label": row["label"] if i % 3 == 0 else "4"} for i, row in enumerate(THUMBS)])
+    with raises_error("row-label-invalid", where="rows.jsonl:2"):
+        write_recipe(DataFile("rows.jsonl"), Path("recipe.yaml"))
+    assert not Path("recipe.yaml").exists()
 
 
 def test_what_no_recipe_can_be_written_for() -> None:

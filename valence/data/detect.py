@@ -142,10 +142,10 @@ def _rating_part(column: str, cells: Sequence[object]) -> Literal["label", "scor
     count as labels, so that they are reported.
     """
     filled = [cell for cell in cells if cell is not None and str(cell).strip()]
-    num_thumbs = sum(thumb(cell) is not None for cell in filled)
-    if filled and all(as_number(cell) is not None for cell in filled):
-        return "label" if num_thumbs == len(filled) else "score"
-    if num_thumbs >= max(len(filled), 1) / 2:
+    numbers = [cell for cell in filled if as_number(cell) is not None]
+    if filled and 2 * len(numbers) >= len(filled):
+        return "label" if all(thumb(cell) is not None for cell in numbers) else "score"
+    if 2 * sum(thumb(cell) is not None for cell in filled) >= max(len(filled), 1):
         return "label"
     return "" if "feedback" in column.lower() else "label"
 

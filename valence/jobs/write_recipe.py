@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,10 @@ def write_recipe(
 
 
 def look_at(file: DataFile) -> FileFacts:
-    """Read all rows of a file. Raises UserError for an export, and if no row can be used."""
-    file = _recognize(file)
+    """Read all rows of a file that ``recognize`` returned.
+
+    Raises UserError if most of them cannot be used.
+    """
     examples: list[Example] = []
     bad: list[BadRow] = []
     for _, example in stream(file):
@@ -143,8 +144,14 @@ def look_at(file: DataFile) -> FileFacts:
             bad.append(example)
         else:
             examples.append(example)
-    if not examples:
-        raise UserError(bad[0].reason, code=bad[0].code, where=str(bad[0].origin), fix=bad[0].fix)
+    if len(bad) > len(examples):  # the columns were probably not understood
+        first, count = bad[0], f"{len(bad):,} of {len(bad) + len(examples):,} rows cannot be used"
+        raise UserError(
+            f"{count}; the first: {first.reason}",
+            code=first.code,
+            where=str(first.origin),
+            fix=first.fix,
+        )
     kinds = Counter[Kind](_kind(example) for example in examples)
     if len(kinds) > 1:
         listed = ", ".join(f"{count:,} {plural(kind)}" for kind, count in kinds.most_common())
@@ -171,15 +178,28 @@ def look_at(file: DataFile) -> FileFacts:
 
 
 def _recognize(file: DataFile) -> DataFile:
-    """``recognize``, with a command to paste if no format fits. Raises UserError."""
-    _refuse_export(file)
+    """``recognize``, with commands to paste for an export, and where no format fits."""
+    tool = file.format if is_source(file.format) else None
     try:
-        return recognize(file)
+        if tool is None:
+            return recognize(file)
     except UserError as error:
-        if error.code != "format-unknown-columns":
+        if file.format is None and not file.keys:
+            tool = detect_source(_head(file))
+        if tool is None and error.code == "format-unknown-columns":
+            fix = _command_to_name_columns(file)
+            raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
+        if tool is None:
             raise
-        fix = _command_to_name_columns(file)
-        raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
+    assert tool is not None
+    tool = command_name(tool)
+    convert = shlex.join(["valence", "import", tool, file.path, "--out", "feedback.jsonl"])
+    raise UserError(
+        f"this is an export of {tool}, whose votes must be converted to rows first",
+        code="init-export",
+        where=file.path,
+        fix=f"run `{convert}`, then `valence init feedback.jsonl`",
+    )
 
 
 def _command_to_name_columns(file: DataFile) -> str:
@@ -206,27 +226,6 @@ def _unread_columns(file: DataFile) -> list[str]:
 def _head(file: DataFile) -> list[dict[str, Any]]:
     rows = read_rows(file.path, split=file.split, subset=file.subset, limit=DETECT_ROWS)
     return [row.value for row in rows if isinstance(row, Row)]
-
-
-def _refuse_export(file: DataFile) -> None:
-    """Raise UserError for the votes of a feedback tool, which are no rows yet."""
-    name = file.format if is_source(file.format) else None
-    if file.format is None and not file.keys:
-        rows = read_rows(file.path, split=file.split, subset=file.subset)
-        head = [row.value for row in islice(rows, DETECT_ROWS) if isinstance(row, Row)]
-        try:
-            recognize(file)
-        except UserError:
-            name = detect_source(head)
-    if name is not None:
-        tool = command_name(name)
-        convert = shlex.join(["valence", "import", tool, file.path, "--out", "feedback.jsonl"])
-        raise UserError(
-            f"this is an export of {tool}, whose votes must be converted to rows first",
-            code="init-export",
-            where=file.path,
-            fix=f"run `{convert}`, then `valence init feedback.jsonl`",
-        )
 
 
 def _kind(example: Example) -> Kind:
@@ -313,11 +312,11 @@ def _refuse_unread_rating(file: DataFile) -> None:
         different = sorted(set(map(str, cells)))
         numbers = [as_number(cell) for cell in cells]
         is_scale = all(number in SCALE for number in numbers)
-        is_verdict = all(thumb(cell) is not None for cell in cells) or len(different) == 2
-        if len(different) < 2 or len(different) == len(cells) or not (is_scale or is_verdict):
+        are_thumbs = all(thumb(cell) is not None for cell in cells)
+        is_rating = is_scale or are_thumbs or len(different) == 2
+        if not is_rating or not 1 < len(different) < len(cells):
             continue
-        is_label = not is_scale or all(thumb(cell) is not None for cell in cells)
-        part = "label" if is_label else "score"
+        part = "score" if is_scale and not are_thumbs else "label"
         names = {name for row in values for name in row}
         keys = {key: name for key, name in columns_of(file).items() if name in names}
         keys[part] = column
