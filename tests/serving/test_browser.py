@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serving.browsing import Browser, Page, Site, browser, opened, until, wait_for_status
-from tests.serving.kit import Served, rows, trainer
+from tests.serving.kit import Served, open_trainer, rows, trainer
 from valence.serving.chat import Answer, ChatModel
 
 __all__ = ["browser"]
@@ -50,7 +50,11 @@ def site_in(folder: Path, **options: Any) -> Iterator[FeedbackSite]:
 
 
 def wait_for_answer(page: Page, number: int = 1) -> None:
-    until(lambda: page.locator(".answer .actions, .pair > .actions").count() >= number)
+    def is_answered() -> bool:
+        assert page.is_hidden("#error"), page.text_content("#error-text")
+        return page.locator(".answer .actions, .pair > .actions").count() >= number
+
+    until(is_answered)
 
 
 def test_rate_correct_and_comment_by_keyboard(browser: Browser, tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ SECRET_NAMES = ("first-secret", "second-secret <b>")
 
 
 def test_two_models_are_compared_without_their_names(browser: Browser, tmp_path: Path) -> None:
-    one, two = (LabelledModel(trainer(), name) for name in SECRET_NAMES)
+    one, two = (LabelledModel(open_trainer(), name) for name in SECRET_NAMES)
     tokens = {"token-of-anna": "anna", "token-of-owner": ""}
     with site_in(tmp_path, model=one, rival=two, tokens=tokens) as site:
         with opened(browser, site) as page:
