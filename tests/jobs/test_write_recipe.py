@@ -8,12 +8,14 @@ import csv
 import json
 import shlex
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command import command, command_error, place
+from tests.data.importers.test_open_webui import SIBLING, feedback, message
 from tests.errors import check_error, raises_error
 from valence.cli.common import data_file
 from valence.config.load import LoadedRecipe, load_recipe
@@ -280,19 +282,45 @@ def test_what_no_recipe_can_be_written_for() -> None:
     assert not Path("recipe.yaml").exists()
 
 
-def test_an_export_is_to_be_imported_first(tmp_path: Path) -> None:
-    vote = {
-        "id": "v",
-        "type": "rating",
-        "data": {"rating": 1},
-        "meta": {},
-        "snapshot": {"chat": {}},
-    }
-    Path("export.json").write_text(json.dumps([vote]))
-    for file in (DataFile("export.json"), DataFile("export.json", format="open_webui")):
-        with raises_error("init-export", fix="valence import open-webui export.json") as raised:
-            write_recipe(file, Path("recipe.yaml"))
-        assert "valence init feedback.jsonl" in (raised.error.fix or "")
+def export(**vote: Any) -> list[dict[str, Any]]:
+    """An export of Open WebUI: a thumb up and one down to a regeneration, so also a pair."""
+    question = message("m1", None, "user", "How long does rice boil?")
+    turns = [question, message("m2", "m1", "assistant", "12 minutes"), SIBLING]
+    votes: list[dict[str, Any]] = []
+    for i in range(NUM_PROMPTS):
+        question["content"] = f"question {i}"
+        for rating, rated in ((1, "m2"), (-1, "m3")):
+            row = feedback(deepcopy(turns), rating, id=f"f{i}{rated}", rated=rated)
+            row["meta"]["chat_id"] = row["snapshot"]["chat"]["id"] = f"c{i}"
+            votes.append(row | vote)
+    return votes
+
+
+@pytest.mark.parametrize("format", [None, "open-webui", "open_webui"])
+def test_a_recipe_reads_an_export_itself(format: str | None) -> None:
+    Path("export.json").write_text(json.dumps(export()))
+    file = DataFile("export.json", format=format)
+    written = write_recipe(file, Path("recipe.yaml"))
+    recipe = load_recipe(written.path, method_of=method_of).recipe
+    assert (recipe.method, recipe.data.convert, recipe.data.eval) == ("kto", None, 0.1)
+    assert recipe.data.train[0].format in ("open_webui", "open-webui")
+    assert written.facts.counts == {"thumbs up": NUM_PROMPTS, "thumbs down": NUM_PROMPTS}
+    assert written.facts.others == {"preferences": NUM_PROMPTS}
+    assert f"not used: {NUM_PROMPTS} preferences" in written.path.read_text()
+    Path("recipe.yaml").unlink()
+    written = write_recipe(file, Path("recipe.yaml"), method="dpo")
+    assert load_recipe(written.path, method_of=method_of).recipe.data.convert is None
+    assert written.facts.counts == {"preferences": NUM_PROMPTS}
+
+
+def test_an_export_without_a_usable_vote_says_why() -> None:
+    Path("export.json").write_text(json.dumps(export(snapshot=None)))
+    with raises_error(
+        "no-usable-rows", where="export.json:1", fix="valence import open-webui export.json"
+    ) as raised:
+        write_recipe(DataFile("export.json"), Path("recipe.yaml"))
+    assert "conversation is not in the export" in str(raised.error)
+    assert not Path("recipe.yaml").exists()
 
 
 def test_nothing_is_overwritten() -> None:
