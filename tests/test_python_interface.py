@@ -137,9 +137,8 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
         }
         source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
         from valence.config.load import load_recipe
-        from valence.trainer.methods import method_of
 
-        result = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
+        result = load_recipe(source, overrides, in_memory=["train"]).recipe
         assert (
             result.train.batch_size,
             result.train.seed,

@@ -13,11 +13,11 @@ import torch
 from tests.tiny_models import tiny
 from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.values import add_values
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 

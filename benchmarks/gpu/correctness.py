@@ -28,10 +28,10 @@ from benchmarks.step.cases import Case, Shape
 from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.head import HEAD_BACKENDS
 from valence.models.policy_model import PolicyModel
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExample
 

@@ -22,6 +22,7 @@ from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
 from benchmarks.step.floor import work_of
 from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.checkpointing import Checkpointing
@@ -32,7 +33,6 @@ from valence.models.head import Head
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import shape_of, skeleton_of
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 

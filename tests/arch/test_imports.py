@@ -27,6 +27,7 @@ LAYERS = (
     "batching",
     "distributed",
     "losses",
+    "methods",
     "models",
     "data",
     "rollouts",
@@ -44,10 +45,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": (),
     "terminal": (),
     "types": (),
-    "config": ("types", "files", "network", "data.sources"),
+    "config": ("types", "files", "network", "methods", "data.sources"),
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),
+    "methods": ("types", "losses", "data.kind_names"),
     "models": ("types", "network", "files", "version"),
     "data": ("types", "checksums", "files", "network"),
     "rollouts": ("types", "network", "files"),
@@ -321,7 +323,7 @@ STATEMENTS = (
     "import valence",
     "import valence.config.load",
     "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
-    "from valence.trainer.methods import METHODS, ONLINE; [m.settings for m in "
+    "from valence.methods import METHODS, ONLINE; [m.settings for m in "
     "(*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
 )

@@ -26,11 +26,11 @@ from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
 from valence.losses.average import Average, counts, divisors
 from valence.losses.stats import RewardShift, moments, powers, reference_point
+from valence.methods import METHODS
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer
 from valence.reports.metrics import Meter
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective, StepResult
 from valence.types import Mean, MicroBatch, PolicyOutput, TokenizedExample
 

@@ -14,7 +14,7 @@ from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, 
 from valence.config.describe import SettingRow, settings_table
 from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
-from valence.trainer.methods import METHODS, ONLINE, Method
+from valence.methods import METHODS, ONLINE, Method
 
 FOLDER = ROOT / "docs" / "losses"
 

@@ -23,7 +23,7 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.losses.advantage import CREDITS
 from valence.losses.average import counts, divisors
 from valence.losses.modifiers import places
-from valence.trainer.methods import METHODS
+from valence.methods import METHODS
 from valence.types import Kind, MicroBatch, PolicyOutput
 
 LETTERS = 3

@@ -22,7 +22,6 @@ from valence.config.load import LoadedRecipe, load_recipe
 from valence.data.load import DataFile
 from valence.jobs.write_recipe import MODEL, write_recipe
 from valence.reports.verdict import rows_needed
-from valence.trainer.methods import method_of
 
 __all__ = ["place"]
 
@@ -67,7 +66,7 @@ def write(rows: Sequence[dict[str, Any]], name: str = "rows.jsonl") -> DataFile:
 
 def written(rows: Sequence[dict[str, Any]], **options: Any) -> LoadedRecipe:
     path = write_recipe(write(rows), Path("recipe.yaml"), **options).path
-    return load_recipe(path, method_of=method_of)
+    return load_recipe(path)
 
 
 CASES = {
@@ -126,7 +125,7 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
     rows = [{NAMES[name]: value for name, value in row.items()} for row in THUMBS]
     write(rows, "my: ratings.csv")
     write_recipe(DataFile("my: ratings.csv"), Path("recipe.yaml"))
-    [file] = load_recipe("recipe.yaml", method_of=method_of).recipe.data.train
+    [file] = load_recipe("recipe.yaml").recipe.data.train
     assert (file.path, file.keys) == ("my: ratings.csv", NAMES)
 
 
@@ -155,7 +154,7 @@ def test_a_rating_under_another_name_is_read(
     ]
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
-    recipe = load_recipe("recipe.yaml", method_of=method_of).recipe
+    recipe = load_recipe("recipe.yaml").recipe
     assert recipe.data.train[0].keys[keys] == rating
     assert (recipe.method == "kto") is (cells[1] not in ("", "downn"))
 
@@ -173,7 +172,7 @@ def test_pairs_under_other_names_are_read(prompt: str, chosen: str, rejected: st
     rows = [{prompt: f"q {i}", chosen: f"good {i}", rejected: f"bad {i}"} for i in range(40)]
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
-    assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == "dpo"
+    assert load_recipe("recipe.yaml").recipe.method == "dpo"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def test_a_rating_that_is_not_read_is_asked_about(
     write(rows, "tickets.csv")
     if method != "init-rating":
         write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"))
-        assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == method
+        assert load_recipe("recipe.yaml").recipe.method == method
         return
     for other in (None, "kto"):
         with raises_error("init-rating", where="tickets.csv", fix="--method sft") as raised:
@@ -226,7 +225,7 @@ def test_rows_with_prompts_alone_name_the_columns_that_are_not_read() -> None:
 def test_a_recipe_in_another_folder_finds_the_file() -> None:
     Path("recipes").mkdir()
     write_recipe(write(THUMBS), Path("recipes/mine.yaml"))
-    loaded = load_recipe("recipes/mine.yaml", method_of=method_of)
+    loaded = load_recipe("recipes/mine.yaml")
     assert Path(loaded.recipe.data.train[0].path).resolve() == Path("rows.jsonl").resolve()
     assert loaded.recipe.run.dir == "runs/mine"
 
@@ -257,7 +256,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_named() -> None:
     write([*THUMBS, bad])
     result = write_recipe(DataFile("rows.jsonl"), Path("recipe.yaml"))
     assert [row.origin.line for row in result.facts.bad] == [61]
-    assert load_recipe(result.path, method_of=method_of).recipe.data.on_bad_row == "skip"
+    assert load_recipe(result.path).recipe.data.on_bad_row == "skip"
     assert "rows.jsonl:61" in result.path.read_text()
     mixed = write_recipe(write([*THUMBS, *PAIRS]), Path("mixed.yaml"))
     assert (mixed.method, len(mixed.facts.bad)) == ("kto", len(PAIRS))
@@ -301,7 +300,7 @@ def test_a_recipe_reads_an_export_itself(format: str | None) -> None:
     Path("export.json").write_text(json.dumps(export()))
     file = DataFile("export.json", format=format)
     written = write_recipe(file, Path("recipe.yaml"))
-    recipe = load_recipe(written.path, method_of=method_of).recipe
+    recipe = load_recipe(written.path).recipe
     assert (recipe.method, recipe.data.convert, recipe.data.eval) == ("kto", None, 0.1)
     assert recipe.data.train[0].format in ("open_webui", "open-webui")
     assert written.facts.counts == {"thumbs up": NUM_PROMPTS, "thumbs down": NUM_PROMPTS}
@@ -309,7 +308,7 @@ def test_a_recipe_reads_an_export_itself(format: str | None) -> None:
     assert f"not used: {NUM_PROMPTS} preferences" in written.path.read_text()
     Path("recipe.yaml").unlink()
     written = write_recipe(file, Path("recipe.yaml"), method="dpo")
-    assert load_recipe(written.path, method_of=method_of).recipe.data.convert is None
+    assert load_recipe(written.path).recipe.data.convert is None
     assert written.facts.counts == {"preferences": NUM_PROMPTS}
 
 

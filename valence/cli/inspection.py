@@ -14,7 +14,7 @@ from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.cli.explain import Doc
-    from valence.trainer.methods import Method
+    from valence.methods import Method
 
 
 @app.command()
@@ -60,7 +60,7 @@ def losses(
 ) -> None:
     """List the losses, or explain one loss or online method."""
     from valence.cli.explain import method_doc
-    from valence.trainer.methods import METHODS, ONLINE, method_of
+    from valence.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
     if name is not None:

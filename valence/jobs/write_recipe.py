@@ -33,8 +33,8 @@ from valence.data.values import as_number, thumb
 from valence.errors import UserError
 from valence.files import check_path
 from valence.jobs.row_job import replace_file
+from valence.methods import Method, method_of
 from valence.reports.verdict import rows_needed
-from valence.trainer.methods import Method, method_of
 from valence.types import Example, Judgement, Kind, plural
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -123,7 +123,7 @@ def write_recipe(
     text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
     replace_file(out, text)
     try:
-        load_recipe(out, method_of=method_of)
+        load_recipe(out)
     except UserError:
         out.unlink()
         raise

@@ -47,7 +47,6 @@ from valence.runs.messages import Messages
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.trainer.held_out import held_out_warning
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, class_weight_warning, prepare, with_dtype
 from valence.trainer.trainer import Trainer
 
@@ -126,7 +125,7 @@ def build_run(
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
     in_memory = [name for name, value in in_memory_rows.items() if value is not None]
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
+    source = load_recipe(recipe, overrides, in_memory=in_memory)
     checked = source.recipe
     if model is not None:
         check_trains(model, checked.model)
