@@ -21,10 +21,11 @@ if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_
 if TYPE_CHECKING:
     from valence.api import Run, Trainer, build_run, logprobs, train
     from valence.errors import UserError
-    from valence.losses import LOSSES
+    from valence.losses import LOSSES, Loss
 
 __all__ = [
     "LOSSES",
+    "Loss",
     "Run",
     "Trainer",
     "UserError",
@@ -38,6 +39,7 @@ _HOMES = {
     **dict.fromkeys(("train", "build_run", "logprobs", "Run", "Trainer"), "valence.api"),
     "UserError": "valence.errors",
     "LOSSES": "valence.losses",
+    "Loss": "valence.losses",
 }
 
 

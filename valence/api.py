@@ -4,7 +4,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from valence.distributed.process_group import Group, start
 from valence.errors import UserError
 from valence.lifecycle.finish import run_to_end
 from valence.lifecycle.start import build_run, terminal_of
+from valence.losses import Loss
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
 from valence.models.policy_model import PolicyModel
@@ -44,7 +45,7 @@ Run = Trainer
 def train(
     recipe: str | Path | Mapping[str, Any] | None = None,
     *,
-    method: str | None = None,
+    method: str | Loss | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -74,6 +75,10 @@ def train(
     its full name (``**{"train.seed": 1}``). A mapping passed as ``model``, ``train`` or ``eval`` is
     the section of that name (``train={"batch_size": 8}``). Unknown names and wrong types raise the
     same errors as in a recipe.
+
+    method may also be a loss, as a function or a ``valence.Loss``, or an advantage function for
+    online training; ``reward`` a function, or a list of functions, names and sections. See the page
+    on extending Valence for what they take and return.
 
     model: a name or folder, or a loaded model (of transformers or PEFT), which replaces
     ``model.name``. The object itself is trained: it gets the new weights, in the dtype and on the

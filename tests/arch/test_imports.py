@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": (),
     "terminal": (),
     "types": (),
-    "config": ("types", "files", "network", "methods", "data.sources"),
+    "config": ("types", "files", "network", "methods", "user_code", "data.sources"),
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),

@@ -8,8 +8,8 @@ import pytest
 
 from tests.config.facts import GOOD, check_recipe_error, load_error
 from tests.errors import raises_error
+from tests.units import ADVANTAGES
 from valence.config.load import load_recipe
-from valence.losses.advantage import CREDITS
 from valence.methods import ONLINE
 
 
@@ -242,7 +242,7 @@ def load_top_p(method: str, *overrides: str) -> float:
     return load_recipe(recipe, overrides).recipe.rollout.top_p
 
 
-@pytest.mark.parametrize("method", CREDITS)
+@pytest.mark.parametrize("method", ADVANTAGES)
 @pytest.mark.parametrize("correction", ["2.0", "null"])
 def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     method: str, correction: str
@@ -255,6 +255,6 @@ def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     assert load_top_p(method, f"loss.correction={correction}") == 1
 
 
-@pytest.mark.parametrize("method", sorted(ONLINE.keys() - CREDITS.keys()))
+@pytest.mark.parametrize("method", sorted(ONLINE.keys() - ADVANTAGES.keys()))
 def test_methods_that_learn_from_completions_as_data_may_sample_from_a_part(method: str):
     assert load_top_p(method, "rollout.top_p=0.9") == 0.9

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.common import Overrides, RecipeArg, app, console, table_of_settings
+from valence.errors import UserError
 from valence.terminal import print_message
 
 if TYPE_CHECKING:
@@ -64,7 +65,13 @@ def losses(
     from valence.types import plural
 
     if name is not None:
-        _explain(METHODS.get(name) or method_of(name, online=True))
+        try:
+            method = method_of(name)
+        except UserError as error:
+            if error.code != "method-needs-reward":
+                raise
+            method = method_of(name, online=True)
+        _explain(method)
         return
     table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
     for method in METHODS.values():

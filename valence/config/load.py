@@ -105,7 +105,7 @@ class LoadedRecipe:
                 for name, setting in written.items()
                 if isinstance(setting.value, str) and repr(setting.value) in error.message
             ]
-            names += [name for name in re.findall(r"\w+(?:\.\w+)+", where) if name in written]
+            names += [name for name in re.findall(r"\w+(?:\.\w+)*", where) if name in written]
             if not names or where.startswith(written[names[0]].origin):
                 raise
             place = where if names[0] in where else names[0]

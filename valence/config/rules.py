@@ -317,7 +317,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
             fix="set reward",
         )
         return
-    if method.name != "rejection":
+    if not method.selects_best:
         yield no_effect(
             "rollout.top_n",
             "rollout.min_reward",
@@ -337,7 +337,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
             f"{rollout.num_rollouts}",
             "lower it, or raise rollout.num_rollouts",
         )
-    is_comparing = method.name != "rejection" or rollout.min_reward is None
+    is_comparing = not method.selects_best or rollout.min_reward is None
     if is_comparing and rollout.num_rollouts < method.min_rollouts:
         yield conflict(
             "rollout.num_rollouts",

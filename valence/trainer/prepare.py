@@ -181,9 +181,10 @@ class Prepared:
             (0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens
         )
         sides = 2 if self.method.loss.view == "pair" else 1
-        num_repeats = {"rejection": rollout.top_n}.get(
-            self.method.name, 1 if sides == 2 else rollout.num_rollouts
-        )
+        if self.method.selects_best:
+            num_repeats = rollout.top_n
+        else:
+            num_repeats = 1 if sides == 2 else rollout.num_rollouts
         units = _RepeatedPrompts(
             self.corpora["train"].units, (longest_completion,) * sides, num_repeats
         )
@@ -347,6 +348,9 @@ def prepare(
         recipe = source.recipe
         model, data = recipe.model, recipe.data
         method = method_in(recipe)
+        method.check(recipe.loss)
+        for part in recipe.mix:
+            method_of(part.method).check(part.loss)
         if tokenizer is None:
             tokenizer = load_tokenizer(
                 model.tokenizer or model.name,

@@ -34,8 +34,14 @@ MAX_ERROR_LENGTH = 300
 REGISTERED = "python"
 """The module in the paths of objects that no import finds."""
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+PYTHON_FILE = re.compile(r"\.py(:|$)")
 
 _objects: dict[str, Any] = {}
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a text is an import path (``package.module:name``)."""
+    return bool(IMPORT_PATH.fullmatch(text)) and not PYTHON_FILE.search(text)
 
 
 def target_of(value: Any, used: Collection[str] = ()) -> str:

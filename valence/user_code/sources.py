@@ -6,9 +6,10 @@ import dis
 import hashlib
 import importlib.util
 import inspect
+import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -61,6 +62,27 @@ def function_sources(fn: Any, target: str) -> dict[str, Any] | None:
         return None
     others = {name: value for name, value in imports.items() if value != source}
     return {"source": source, **({"imports": others} if others else {})}
+
+
+def code_digest(functions: Iterable[Callable[..., Any]]) -> str:
+    """Return a digest of what users' functions compute.
+
+    Of a module: its file, and all that it imports outside of installed libraries. Of the program or
+    notebook itself: only the text of the function, since other parts of it change often.
+    """
+    parts: list[Any] = []
+    for fn in functions:
+        inner = unwrap(fn)
+        module, name = str(inner.__module__), getattr(inner, "__qualname__", "")
+        sources = None if module in PROGRAM else function_sources(fn, f"{module}:{name}")
+        if sources is None:
+            try:
+                sources = inspect.getsource(inner)
+            except (OSError, TypeError):  # not in a file, or not written in Python
+                code = getattr(inner, "__code__", None)
+                sources = repr((code.co_code, code.co_consts)) if code else name
+        parts.append([name, sources])
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def unwrap(fn: Callable[..., Any]) -> Any:
