@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
 from benchmarks.step.cases import Case
+from benchmarks.step.inputs import draw_sets
 from tests.simulated_cuda import CUDA, simulated_device
-from valence.models import attention
-from valence.models.flex import Visible
+from valence.models import attention, flex
+from valence.models.flex import FlexVariant, Visible
 from valence.models.layout import segment_table, segments_of
 
 HOST = torch.device("cpu")
@@ -146,7 +148,18 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
     ("part", "status", "kinds"),
     [
         ("A", "ok", {"environment", "packed", "head", "step", "run", "tests"}),
-        ("B", "measured", {"ceilings", "step", "profile of the slowest step", "attention"}),
+        (
+            "B",
+            "measured",
+            {
+                "ceilings",
+                "step",
+                "profile of the slowest step",
+                "attention",
+                "programs",
+                "short documents",
+            },
+        ),
     ],
 )
 def test_a_rehearsal_completes(part: str, status: str, kinds: set[str], tmp_path: Path) -> None:
@@ -237,6 +250,48 @@ def test_all_attention_backends_are_measured(case: AttentionCase) -> None:
         for backend in attention_speed.backends_for(case):
             figures = attention_speed.measure_attention(case, backend, CUDA)
             assert figures["forward_tflops"] > 0
+            seconds = (figures["forward_ms"] + figures["backward_ms"]) / 1e3
+            assert figures["tokens_per_s"] == pytest.approx(case.rows / seconds)
+
+
+@pytest.mark.parametrize(("variant", "programs"), [("flex", 3), ("flex_dynamic", 2)])
+def test_the_programs_of_several_sizes_are_counted(
+    variant: FlexVariant, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU only those of the compiler's first stage, for the forward pass. The sizes of
+    flex_dynamic are variables from the second one on.
+    """
+    monkeypatch.setattr(Visible, "__call__", Visible.run_compiled)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flex._compiled.cache_clear()
+    case = attention_speed.SMALL_PROGRAM_CASE
+    try:
+        for _ in range(2):  # nothing is left of the first time
+            figures = attention_speed.measure_programs(
+                case, attention_speed.SMALL_SIZES, variant, HOST
+            )
+            assert figures["programs"] == programs
+            assert figures["compile_s"] > 0
+    finally:
+        flex._compiled.cache_clear()
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", correctness.BACKENDS)
+def test_short_documents_are_measured_with_each_backend(backend: str) -> None:
+    variant = steps.SMALL_VARIANTS[-1]
+    with simulated_device():
+        before = steps.make_policy(variant, CUDA).attention_backend
+        figures = steps.measure_step(steps.SHORT, variant, CUDA, backend)
+        assert steps.make_policy(variant, CUDA).attention_backend == before
+    assert figures["attention"] == backend
+    assert figures["tokens_per_s"] > 0
+
+
+def test_documents_of_a_step_have_160_tokens() -> None:
+    (units,) = draw_sets(steps.SHORT, 1)
+    assert {unit.tokens for unit in units} <= set(range(157, 164))
+    assert 90 <= len(units) <= steps.BUDGET // 160
 
 
 def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
@@ -245,6 +300,8 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     recorder = Recorder("B", [tmp_path / "work"], 60)
     shares = zip(cases, (0.3, 0.1, 0.2), strict=True)
     recorder.run([Check(f"step, {name}", lambda x=x: {"share": x}) for name, x in shares])
+    # of another kind of check
+    recorder.run([Check("short documents, flex", lambda: {"share": 0.01})])
     figures = gpu.profile_slowest(cases, HOST, tmp_path / "work", tmp_path)
     assert figures["step"] == f"{variant} dpo"
     assert (tmp_path / "profile.json.gz").exists()

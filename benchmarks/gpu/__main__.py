@@ -3,7 +3,8 @@
 A, is it right? Attention of packed sequences against one sequence at a time and against figures of
 a CPU, the head, steps of KTO, DPO and GRPO, tiny runs, a run that is killed and resumed, and the
 tests for GPUs. B, is it fast? Steps of models of 1.5 and 8 billion weights, their memory against
-its prediction, and attention. C: steps of KTO in turn with TRL.
+its prediction, attention, its programs for several sizes, and steps of short documents with each
+attention backend. C: steps of KTO in turn with TRL.
 
 Each result is printed and written to ``results.jsonl`` at once. The same command goes on after the
 checks that have a result. --retry: run those again that failed or missed a limit. --until: the end
@@ -159,6 +160,22 @@ def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
                 f"attention, {case}, {backend}",
                 partial(attention.measure_attention, case, backend, device),
             )
+    counted = (
+        (attention.SMALL_PROGRAM_CASE, attention.SMALL_SIZES)
+        if rehearses
+        else (attention.PROGRAM_CASE, attention.SIZES)
+    )
+    for variant in attention.VARIANTS:
+        yield Check(
+            f"programs, {variant}",
+            partial(attention.measure_programs, *counted, variant, device),
+        )
+    variant = (steps.SMALL_VARIANTS if rehearses else steps.VARIANTS)[-1]
+    for backend in correctness.BACKENDS:
+        yield Check(
+            f"short documents, {variant}, {backend}",
+            partial(steps.measure_step, steps.SHORT, variant, device, backend),
+        )
 
 
 def profile_slowest(
@@ -168,7 +185,7 @@ def profile_slowest(
     shares = {
         result.name.removeprefix("step, "): result.figures["share"]
         for result in read_results(work)
-        if result.part == "B" and "share" in result.figures
+        if result.part == "B" and result.name.startswith("step, ") and "share" in result.figures
     }
     return steps.profile_step(*cases[min(shares, key=shares.__getitem__)], device, out)
 

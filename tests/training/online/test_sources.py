@@ -81,9 +81,7 @@ def server_engine(
     prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
     state: Any = SimpleNamespace(has_split_weights=False, policy=policy, step=0)
     messages: Any = SimpleNamespace(warn=pytest.fail, note_once=lambda _: None)
-    return ServerEngine(
-        prepared, state, messages, folder, world=world, server_share=lambda: 0.35
-    )
+    return ServerEngine(prepared, state, messages, folder, world=world, server_share=lambda: 0.35)
 
 
 def sample(engine: ServerEngine) -> None:
