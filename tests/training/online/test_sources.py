@@ -160,8 +160,8 @@ def test_memory_of_a_shared_gpu_is_free_before_the_server_starts_and_wakes_up(
     with engine.phase("sampling"):
         if rank == 0:
             sample(engine)
-    asked = ["start", "wake", "sleep"] if rank == 0 else []
-    assert events == ["free", "barrier", "phase", *asked]
+    requests = ["start", "wake", "sleep"] if rank == 0 else []
+    assert events == ["free", "barrier", "phase", *requests]
 
 
 def test_an_update_that_failed_does_not_leave_the_other_processes_alone(
