@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention as attention_speed
-from benchmarks.gpu import correctness, peer, steps
+from benchmarks.gpu import correctness, ipc, peer, sharded, steps
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
@@ -147,7 +147,7 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
 @pytest.mark.parametrize(
     ("part", "status", "kinds"),
     [
-        ("A", "ok", {"environment", "packed", "head", "step", "run", "tests"}),
+        ("A", "ok", {"environment", "packed", "head", "step", "run", "sharded", "tests"}),
         (
             "B",
             "measured",
@@ -306,6 +306,37 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     assert figures["step"] == f"{variant} dpo"
     assert (tmp_path / "profile.json.gz").exists()
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
+
+
+def test_sharded_weights_are_compared_and_saved_in_another_process(tmp_path: Path) -> None:
+    for _ in range(2):  # again, after a failure
+        figures = sharded.compare_sharded(tmp_path / "work", tmp_path / "sharded.log")
+        assert figures["num_sharded"] == 16
+        assert max(figures["logp_rms"], figures["grad"]) < 1e-3
+        assert figures["unequal_saved"] == 0
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_another_process_that_reads_other_bytes_is_found(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a file instead of the memory of a GPU."""
+    path = tmp_path / "buffer"
+    receiver = "import pathlib, sys; print(sum(pathlib.Path(sys.argv[1]).read_bytes()))"
+
+    def export(buffer: Tensor) -> str:
+        path.write_bytes(buffer.numpy().tobytes()[: len(buffer) - is_damaged])
+        return str(path)
+
+    monkeypatch.setattr(ipc, "RECEIVER", receiver)
+    monkeypatch.setattr(ipc, "export", export)
+    monkeypatch.setattr(
+        ipc, "shareable_buffer", lambda size, device: torch.empty(size, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(ipc, "BYTES", 1000)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    figures = ipc.compare_shared_memory(HOST, tmp_path / "log")
+    assert figures["difference"] == (999 % 251 if is_damaged else 0)
 
 
 # Compared with TRL

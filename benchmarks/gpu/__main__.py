@@ -1,10 +1,10 @@
 """python -m benchmarks.gpu PART [--out FOLDER] [--until TIME] [--retry] [--rehearse]
 
 A, is it right? Attention of packed sequences against one sequence at a time and against figures of
-a CPU, the head, steps of KTO, DPO and GRPO, tiny runs, a run that is killed and resumed, and the
-tests for GPUs. B, is it fast? Steps of models of 1.5 and 8 billion weights, their memory against
-its prediction, attention, its programs for several sizes, and steps of short documents with each
-attention backend. C: steps of KTO in turn with TRL.
+a CPU, the head, steps of KTO, DPO and GRPO, memory that two processes share, tiny runs, a run that
+is killed and resumed, sharded weights, and the tests for GPUs. B, is it fast? Steps of models of
+1.5 and 8 billion weights, their memory against its prediction, attention, its programs for several
+sizes, and steps of short documents with each attention backend. C: steps of KTO in turn with TRL.
 
 Each result is printed and written to ``results.jsonl`` at once. The same command goes on after the
 checks that have a result. --retry: run those again that failed or missed a limit. --until: the end
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import attention, correctness, peer, steps, training
+from benchmarks.gpu import attention, correctness, ipc, peer, sharded, steps, training
 from benchmarks.gpu.results import Check, Recorder, kill_processes, read_results, run_process
 from benchmarks.step.cases import TINY, Case
 
@@ -81,12 +81,34 @@ def part_a(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
                 maxima=correctness.STEP_LIMITS[dtype],
                 fix="compare the log-probabilities of single micro-batches with those of a CPU",
             )
+    if not rehearses:  # CPUs have no such memory
+        yield Check(
+            "ipc",
+            partial(ipc.compare_shared_memory, device, out / "logs" / "ipc.log"),
+            maxima={"difference": 0},
+            fix="rollout.transport=disk for a server on the GPU of training",
+        )
     yield Check(
         "run, kto, again, and killed and resumed with an empty cache",
         partial(training.compare_runs, work / "kto", out / "logs"),
         maxima={"unequal_again": 0, "unequal_resumed": 0},
         fix="unequal again: find the kernel that adds in random order (VALENCE_ATTENTION=sdpa). "
         "Only unequal resumed: the compiler chose other kernels (train.compile=off)",
+        is_background=True,
+    )
+    yield Check(
+        "sharded",
+        partial(sharded.compare_sharded, work / "sharded", out / "logs" / "sharded.log"),
+        maxima={
+            **{
+                name: correctness.PACKED_LIMITS[torch.bfloat16][name]
+                for name in ("logp_rms", "grad")
+            },
+            "unequal_saved": 0,
+        },
+        minima={"num_sharded": 1},
+        fix="values: try train.compile=off, then parallel.shard=off. Unequal saved: "
+        "run.async_save=false",
         is_background=True,
     )
     for kind in ("grpo", "qlora"):
