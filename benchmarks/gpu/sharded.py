@@ -38,7 +38,7 @@ DEADLINE = 60.0
 
 
 def compare_sharded(folder: Path, log: Path) -> dict[str, Any]:
-    """Compare sharded weights with whole ones, in a process of its own.
+    """Compare sharded weights with whole ones, in a new process.
 
     logp_rms: root mean square of the differences of log-probabilities (nats). grad: difference of
     the gradient relative to its norm. unequal_saved: number of tensors of a checkpoint, written
