@@ -36,7 +36,8 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
 
 
 def log_ratio(sums: Sums, settings: Settings) -> Tensor:
-    """beta * (logp - ref); beta is 1 for a loss without that setting."""
+    """beta * (logp - ref)."""
+    # a user's loss may have no setting of this name
     return settings.get("beta", 1.0) * (sums["logp"] - sums["ref"])
 
 
@@ -59,7 +60,7 @@ def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
 
 
 def likelihood(sums: Sums, settings: Settings) -> Tensor:
-    """beta * logp; beta is 1 for a loss without that setting."""
+    """beta * logp."""
     return settings.get("beta", 1.0) * sums["logp"]
 
 
