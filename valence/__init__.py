@@ -19,12 +19,13 @@ if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 if TYPE_CHECKING:
-    from valence.api import Run, Trainer, build_run, logprobs, train
+    from valence.api import Callback, Run, Trainer, build_run, logprobs, train
     from valence.errors import UserError
     from valence.losses import LOSSES, Loss
 
 __all__ = [
     "LOSSES",
+    "Callback",
     "Loss",
     "Run",
     "Trainer",
@@ -36,7 +37,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("train", "build_run", "logprobs", "Run", "Trainer"), "valence.api"),
+    **dict.fromkeys(
+        ("train", "build_run", "logprobs", "Run", "Trainer", "Callback"), "valence.api"
+    ),
     "UserError": "valence.errors",
     "LOSSES": "valence.losses",
     "Loss": "valence.losses",

@@ -34,8 +34,9 @@ from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
 from valence.runs.signals import Stop
 from valence.terminal import print_message
+from valence.trainer.callbacks import Callback, CallbackLike, Callbacks
 from valence.trainer.optim import OptimizerLike, SchedulerLike
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.trainer import Trainer
 from valence.types import Kind
 
 Run = Trainer
@@ -55,7 +56,7 @@ def train(
     train: Rows | PathOrPaths | Mapping[str, Any] | None = None,
     eval: Rows | PathOrPaths | Mapping[str, Any] | float | None = None,
     sinks: Sequence[Sink] = (),
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[CallbackLike] = (),
     fresh: bool = False,
     allow: Sequence[str] = (),
     quiet: bool = False,
@@ -91,8 +92,8 @@ def train(
     Another mapping is the section ``train`` or ``eval`` of a recipe. eval may also be the share of
     the training rows to hold out, such as 0.1.
     optimizer: an object, or a function that takes the list of trained weights. scheduler: an
-    object, or a function that takes the optimizer. callbacks: functions that take the run and a
-    record of the log; they are called for each record.
+    object, or a function that takes the optimizer. callbacks: objects of ``valence.Callback`` or
+    ``transformers.TrainerCallback``, or functions that take the run and a record of the log.
 
     If the folder (``run.dir``) already contains a run, it resumes from its last checkpoint; a
     finished run is only loaded.
@@ -139,7 +140,7 @@ def train(
             scheduler=scheduler,
             rows=rows,
             sinks=sinks,
-            callbacks=callbacks,
+            callbacks=[Callbacks(callbacks)],  # raises before a model is loaded
             fresh=fresh,
             allow=allow,
             quiet=quiet,
@@ -261,4 +262,4 @@ def logprobs(
     return [results[key] for key in sorted(results)]
 
 
-__all__ = ["LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]
+__all__ = ["Callback", "LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]

@@ -21,8 +21,9 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.models.reference import SyncedReference
+from valence.trainer.callbacks import CallbackLike
 from valence.trainer.step import AuxiliaryLoss, optimizer_step
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.trainer import Trainer
 
 THUMBS = [
     {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}
@@ -54,7 +55,7 @@ def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 def run_of(
     tmp_path: Path,
     folder: str = "run",
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[CallbackLike] = (),
     **sections: Any,
 ) -> Trainer:
     tokenizer = tiny_tokenizer()
