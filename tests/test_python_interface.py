@@ -169,3 +169,13 @@ def test_settings_have_the_errors_of_a_recipe(
     with pytest.raises(UserError):
         valence.train("recipe.yaml", **({"model": "./model"} | settings | {"train.sed": 1}))
     assert not Path("runs").exists()
+
+
+def test_each_call_has_a_new_folder_unless_one_is_named(place: Path) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "run.dir"}
+    options: dict[str, Any] = {"model": "./model", "train": ROWS, "quiet": True, **settings}
+    folders = [valence.train(method="kto", **options).directory for _ in range(2)]
+    assert folders == [Path("runs/kto"), Path("runs/kto-2")]
+    recipe = {"method": "kto", "run": {"dir": "runs/kto"}}
+    assert valence.train(recipe, **options).directory == Path("runs/kto")  # it is finished
+    assert not Path("runs/kto-3").exists()

@@ -95,7 +95,8 @@ def train(
     object, or a function that takes the optimizer. callbacks: objects of ``valence.Callback`` or
     ``transformers.TrainerCallback``, or functions that take the run and a record of the log.
 
-    If the folder (``run.dir``) already contains a run, it resumes from its last checkpoint; a
+    Each call writes to a new folder (``runs/kto``, ``runs/kto-2``, ...), unless ``run.dir`` is set,
+    also in a recipe. If that folder already contains a run, it resumes from its last checkpoint; a
     finished run is only loaded.
     fresh: rename that folder and start over. allow: settings, or sections such as ``data``, that
     may differ from those of the resumed run.
@@ -148,6 +149,7 @@ def train(
             command=command,
             stop=stop,
             group=group,
+            new_folder=True,
         )
         run = run if run.finished else run_to_end(run)
     for line in () if quiet else outputs(run.directory):

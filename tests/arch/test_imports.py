@@ -17,6 +17,7 @@ import pytest
 
 import valence
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown, tree
+from valence import cli
 
 LAYERS = (
     "version",
@@ -474,13 +475,27 @@ def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
 def test_memory_of_a_device_is_in_segments_that_can_grow_unless_set_otherwise(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in valence.ALLOCATOR_VARIABLES:
+    for name in cli.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     names = "'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'"
-    printed = run_python(f"import os, valence; print(*map(os.environ.get, ({names})))")
-    assert printed.strip() == expected
+    code = (
+        f"import atexit, os, sys; atexit.register(lambda: print(*map(os.environ.get, ({names}))))"
+    )
+    printed = run_python(
+        f"{code}; from valence import cli; sys.argv = ['valence', '--version']\ncli.main()"
+    )
+    assert printed.splitlines()[-1] == expected
+
+
+def test_importing_valence_changes_no_variable_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM", *cli.ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    code = "import os; before = dict(os.environ); import valence; valence.train; valence.LOSSES; "
+    assert run_python(f"{code}print(dict(os.environ) == before)").strip() == "True"
 
 
 def test_the_package_is_where_the_tests_look() -> None:

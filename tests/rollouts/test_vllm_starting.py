@@ -15,7 +15,7 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
-from valence import ALLOCATOR_VARIABLES
+from valence.cli import ALLOCATOR_VARIABLES
 from valence.rollouts import servers
 from valence.rollouts.servers import (
     TRAINER_VARIABLES,
