@@ -179,3 +179,18 @@ def test_each_call_has_a_new_folder_unless_one_is_named(place: Path) -> None:
     recipe = {"method": "kto", "run": {"dir": "runs/kto"}}
     assert valence.train(recipe, **options).directory == Path("runs/kto")  # it is finished
     assert not Path("runs/kto-3").exists()
+
+
+def test_errors_name_arguments_and_no_options(place: Path) -> None:
+    options: dict[str, Any] = {"method": "kto", "model": "./model", "quiet": True, **SETTINGS}
+    valence.train(train=ROWS, **options)
+    with raises_error("run-differs", fix='allow=["train.seed", "data.train"]; or start') as raised:
+        valence.train(train=ROWS[:5], **options, **{"train.seed": 3})
+    assert "fresh=True" in (raised.error.fix or "")
+    assert "--" not in str(raised.error)
+    run = valence.train(
+        train=ROWS[:5], **options, **{"train.seed": 3}, allow=["data.train", "train.seed"]
+    )
+    assert run.finished or run.step
+    with raises_error("allow-unknown-setting", where="allow"):
+        valence.train(train=ROWS, **options, allow=["data.trian"])

@@ -130,7 +130,7 @@ def train(
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
-    with stop.listening(), _same_mode(loaded):
+    with stop.listening(), _same_mode(loaded), _with_arguments_named():
         run = build_run(
             recipe,
             overrides,
@@ -155,6 +155,16 @@ def train(
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
     return run
+
+
+@contextmanager
+def _with_arguments_named() -> Iterator[None]:
+    """Errors raised in the block name arguments of ``train``, not options of the command."""
+    try:
+        yield
+    except UserError as error:
+        error.name_arguments()
+        raise
 
 
 @contextmanager
