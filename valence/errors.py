@@ -121,8 +121,14 @@ class UserError(Exception):
         """Name arguments of ``valence.train`` in place of the options of the command."""
         for problem in self._problems:
             problem.name_arguments()
-        texts = {name: _with_arguments(text) for name, text in self.facts.items() if text}
-        UserError.__init__(self, **(self.facts | texts), problems=self._problems)
+        UserError.__init__(
+            self,
+            _with_arguments(self.message),
+            code=self.code,
+            where=self.where and _with_arguments(self.where),
+            fix=self.fix and _with_arguments(self.fix),
+            problems=self._problems,
+        )
 
     @property
     def problems(self) -> tuple[UserError, ...]:
