@@ -54,12 +54,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "user_code": (),
     "methods": ("types", "losses", "user_code", "data.kind_names"),
     "models": ("types", "network", "files", "version"),
-    "data": ("types", "checksums", "files", "network"),
+    "data": ("types", "user_code", "checksums", "files", "network"),
     "rollouts": ("types", "network", "files"),
     "rewards": ("types", "user_code", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
     "reports": (
         "types",
+        "user_code",
         "distributed.process_group",
         "runs.lock",
         "checksums",
@@ -115,6 +116,7 @@ LEAVES = {
         "valence.types",
         "valence.data.convert",
         "valence.data.split",
+        "valence.user_code.plugins",
     ),
 }
 """Modules that any module may import -> the modules of the package that they import, at most."""

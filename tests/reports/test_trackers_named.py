@@ -70,7 +70,7 @@ def test_sinks_are_names_or_sections() -> None:
 @pytest.mark.parametrize(
     ("sinks", "code", "where", "fix"),
     [
-        (["tensorbord"], "setting-type", "run.sinks.0.kind", "tensorboard"),
+        (["tensorbord"], "setting-conflict", "run.sinks.0.kind", "tensorboard"),
         (
             [{"kind": "wandb", "projekt": "mine"}],
             "setting-unknown",

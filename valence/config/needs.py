@@ -40,7 +40,7 @@ def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     # the policy changes within the round
     has_several_steps = method.is_on_policy and rollout.steps_per_round > 1
     needs_old = (
-        has_several_steps or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
+        has_several_steps or "old_t" in reads or "value_t" in reads or rollout.engine != "hf"
     )
     # With top_p, the sampler's log-probabilities are over the nucleus, those of the reference over
     # all tokens.

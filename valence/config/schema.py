@@ -32,6 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from valence.data.convert import CONVERSIONS
 from valence.data.split import PromptSplit
+from valence.user_code.plugins import is_plugin, plugin_paths
 
 
 def _fraction_or_steps(value: float) -> float:
@@ -670,6 +671,10 @@ class RewardSettings(Section):
         return self.name or self.reward
 
 
+ENGINES = ("hf", "vllm", "openai")
+"""The sampling engines of Valence."""
+
+
 class Rollout(Section):
     """How the policy is sampled, and how its completions are used."""
 
@@ -722,9 +727,10 @@ class Rollout(Section):
     """Log the KL divergence from the reference (`kl`). auto: if the reference needs no second model
     in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
     set. true: always, with a copy of the model in memory if needed."""
-    engine: Literal["hf", "vllm", "openai"] = "hf"
+    engine: Text = "hf"
     """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
-    openai: any server with OpenAI's completions API; its weights are not updated.
+    openai: any server with OpenAI's completions API; its weights are not updated. Another name, or
+    an import path: a plugin.
     """
     url: list[Text] | Text | None = None
     """Address of the server, or a list of addresses of servers that share the prompts."""
@@ -786,7 +792,12 @@ class Rollout(Section):
 
     @property
     def uses_server(self) -> bool:
-        return self.engine != "hf"
+        """Whether it needs the address of a server."""
+        return self.engine in ("vllm", "openai")
+
+    @property
+    def uses_plugin(self) -> bool:
+        return self.engine not in ENGINES
 
     @property
     def urls(self) -> list[str]:
@@ -816,6 +827,15 @@ class Rollout(Section):
                 *of_vllm,
                 why="with rollout.engine: openai the server keeps its own weights",
                 fix="set rollout.engine: vllm",
+            )
+        if self.uses_plugin and not is_plugin("engines", self.engine):
+            names = ", ".join([*ENGINES, *plugin_paths("engines")])
+            yield conflict(
+                "engine", f"there is no engine {self.engine!r}", f"set it to one of {names}"
+            )
+        elif self.uses_plugin:
+            yield no_effect(
+                *of_vllm, why="only vLLM servers have it", fix="set rollout.engine: vllm"
             )
         if not self.start:
             yield no_effect(*of_start, why="no server is started", fix="set rollout.start: true")
@@ -1095,9 +1115,20 @@ class EarlyStop(Best):
     """Smallest improvement that counts."""
 
 
+TRACKERS = {
+    "tensorboard": ("folder",),
+    "wandb": ("folder", "mode", "name", "project", "tags"),
+    "trackio": ("folder", "name", "project"),
+    "mlflow": ("folder", "name", "project", "tags", "uri"),
+}
+"""The settings that each tracker of Valence reads."""
+
+
 class SinkSettings(Section):
-    kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
-    """The tracker. Each needs the extra with the same name: `pip install "valence-align[wandb]"`.
+    kind: Text
+    """The tracker: tensorboard, wandb, trackio, mlflow, or a plugin, by its name or import path.
+
+    The first four need the extra with the same name: `pip install "valence-align[wandb]"`.
     """
     project: Text | None = None
     """Project (mlflow: experiment) of the run.
@@ -1124,12 +1155,14 @@ class SinkSettings(Section):
     """Tags of the run in wandb and mlflow."""
 
     def issues(self) -> Iterator[Issue]:
-        settings = {
-            "tensorboard": ("folder",),
-            "wandb": ("folder", "mode", "name", "project", "tags"),
-            "trackio": ("folder", "name", "project"),
-            "mlflow": ("folder", "name", "project", "tags", "uri"),
-        }[self.kind]
+        settings = TRACKERS.get(self.kind)
+        if settings is None:
+            if not is_plugin("trackers", self.kind):
+                names = ", ".join([*TRACKERS, *plugin_paths("trackers")])
+                yield conflict(
+                    "kind", f"there is no tracker {self.kind!r}", f"set it to one of {names}"
+                )
+            return
         unread = [name for name in type(self).model_fields if name not in ("kind", *settings)]
         yield no_effect(
             *unread,

@@ -34,6 +34,7 @@ from valence.trainer.prepare import Prepared
 from valence.trainer.sampling import PolicySampler
 from valence.trainer.state import TrainState
 from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
+from valence.user_code.plugins import load_plugin
 
 if TYPE_CHECKING:
     from valence.rollouts.transports import WeightTransfer
@@ -89,8 +90,8 @@ class RolloutEngine(Protocol):
 
 
 class ServerEngine:
-    """Samples from servers. Before that it sends the policy's weights if they have changed, to
-    servers that accept any.
+    """Samples from servers, or with a plugin. Before that it sends the policy's weights, if they
+    have changed, to those that accept any.
 
     Rank 0 asks all servers for the completions of all processes: it alone knows which have arrived.
 
@@ -153,7 +154,7 @@ class ServerEngine:
         assert first == 0
         with self._awake():
             self._sync(sampling)
-            return self.generator.generate(prompts, n, sampling, progress=progress)
+            return self._versioned(self.generator.generate(prompts, n, sampling, progress=progress))
 
     def begin(
         self,
@@ -169,13 +170,22 @@ class ServerEngine:
                 raise CancelledError
             progress(count)
 
-        return self._thread.submit(self.generator.generate, prompts, n, sampling, progress=advance)
+        return self._thread.submit(
+            lambda: self._versioned(self.generator.generate(prompts, n, sampling, progress=advance))
+        )
+
+    def _versioned(self, completions: Completions) -> Completions:
+        """Completions of a plugin, marked with the step of the weights that it has."""
+        if not self.rollout.uses_plugin:
+            return completions
+        step = max(self._sent_step, 0)
+        return [[replace(answer, version=step) for answer in group] for group in completions]
 
     def close(self) -> None:
         """Cancel sampling, close connections, and stop the server if it was started here."""
         self._is_closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if "generator" in self.__dict__:
+        if "generator" in self.__dict__ and hasattr(self.generator, "close"):
             self.generator.close()
         if self.server is not None:
             self.server.stop()
@@ -198,13 +208,14 @@ class ServerEngine:
     def _sync(self, sampling: Sampling) -> None:
         """Send the weights if they are new, and compare the log-probabilities of both sides."""
         state, policy = self._state, self._policy
-        if self.rollout.engine != "vllm" or self._sent_step == state.step:
+        if self.rollout.engine == "openai" or self._sent_step == state.step:
             return
-        self.generator.sync(
-            state.step, self._weights, self._save_adapter if has_adapter(policy.model) else None
-        )
+        if self.rollout.engine == "vllm" or hasattr(self.generator, "sync"):
+            self.generator.sync(
+                state.step, self._weights, self._save_adapter if has_adapter(policy.model) else None
+            )
         self._sent_step = state.step
-        if not self.rollout.check_prompts:
+        if not self.rollout.check_prompts or self.rollout.uses_plugin:
             return
         from valence.rollouts.check import Evidence, check
 
@@ -343,6 +354,9 @@ class ServerEngine:
             "timeout": rollout.timeout,
             "log": self._messages.warn,
         }
+        if rollout.uses_plugin:
+            factory = load_plugin("engines", rollout.engine, "rollout.engine")
+            return factory(self._policy.causal, encoder.tokenizer, rollout)
         if rollout.engine == "openai":
             from valence.rollouts.openai import OpenAIGenerator
 

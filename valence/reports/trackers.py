@@ -28,7 +28,8 @@ from valence.errors import UserError, install_command
 from valence.files import make_folder, open_file, read_json, refuse_links, write_all
 from valence.network import has_credentials
 from valence.reports.formatting import exact, number, visible
-from valence.reports.sinks import SAMPLES, Record, capture_error, samples
+from valence.reports.sinks import SAMPLES, Record, Sink, capture_error, samples
+from valence.user_code.plugins import load_plugin
 
 LIBRARIES = {
     "tensorboard": "torch.utils.tensorboard.writer",
@@ -227,11 +228,18 @@ class Tracker:
         self._backend.close(self._status)
 
 
-def make_trackers(
-    sinks: Sequence[Mapping[str, Any]], notify: Callable[[str], None]
-) -> list[Tracker]:
-    """The trackers of a recipe."""
-    return [Tracker(settings, notify) for settings in sinks]
+def make_trackers(sinks: Sequence[Mapping[str, Any]], notify: Callable[[str], None]) -> list[Sink]:
+    """The trackers of a recipe. A plugin is a function of the section that returns a sink."""
+    return [
+        Tracker(settings, notify)
+        if settings["kind"] in LIBRARIES
+        else _plugin(settings)(dict(settings))
+        for settings in sinks
+    ]
+
+
+def _plugin(settings: Mapping[str, Any]) -> Callable[[dict[str, Any]], Sink]:
+    return load_plugin("trackers", str(settings["kind"]), "run.sinks", tuple(LIBRARIES))
 
 
 def check(settings: Mapping[str, Any]) -> str | None:
@@ -240,6 +248,9 @@ def check(settings: Mapping[str, Any]) -> str | None:
     Returns a note for the user, if there is one.
     """
     kind = str(settings["kind"])
+    if kind not in LIBRARIES:
+        _plugin(settings)
+        return None
     if find_spec(kind) is None:
         raise UserError(
             f"{kind!r} is not installed",

@@ -16,6 +16,7 @@ from valence.data.importers.records import HashedRater, Reader, ReadOptions, Ski
 from valence.data.importers.rows import RowKind
 from valence.data.sources import Row, read_rows
 from valence.errors import UserError
+from valence.user_code.plugins import load_plugin, plugin_paths
 
 NUM_DETECTED = 20
 """Rows of a file from which its tool is detected."""
@@ -31,7 +32,8 @@ OF_TRACES = "prompt completion score-name category include-machine"
 class FeedbackSource:
     """A tool that exports feedback.
 
-    module: of its reader, below ``valence.data.importers``; imported on first use. description,
+    module: of its reader, below ``valence.data.importers``, or the import path of a plugin's
+    reader; imported on first use. description,
     files: what it is, and which files of it are read, for people. main: the kind of most of its
     rows. is_pullable: whether it can be read from its server. lists_all_votes: whether its server
     lists every vote until somebody deletes it. columns: dotted paths by which a row
@@ -153,6 +155,14 @@ SOURCES: dict[str, FeedbackSource] = {
         columns=("fields responses suggestions",),
         options=f"{OF_PARTS} category include-machine",
     ),
+} | {
+    name: FeedbackSource(
+        module=path,
+        description=f"{name}: votes, read by the plugin {path}",
+        files="see the documentation of the plugin",
+        options=f"{OF_PARTS} {OF_TRACES}",
+    )
+    for name, path in plugin_paths("importers").items()
 }
 """By name as recipes write it; commands write hyphens."""
 
@@ -215,8 +225,14 @@ def read_votes(
     """
     name, options = source_name(name), options or ReadOptions()
     refuse_unused(name, options)
-    read: Reader = import_module(f"valence.data.importers.{SOURCES[name].module}").read
-    return anonymize_votes(_read(read, list(paths), options), options)
+    return anonymize_votes(_read(_reader(name), list(paths), options), options)
+
+
+def _reader(name: str) -> Reader:
+    module = SOURCES[name].module
+    if ":" in module:
+        return load_plugin("importers", module, "format")
+    return import_module(f"valence.data.importers.{module}").read
 
 
 def _read(read: Reader, paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
