@@ -13,65 +13,30 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 from valence.errors import UserError
 from valence.types import Chat, Ids, Message
 
-UP = frozenset(
-    {
-        "true",
-        "yes",
-        "1",
-        "+1",
-        "1.0",
-        "chosen",
-        "good",
-        "desirable",
-        "positive",
-        "up",
-        "like",
-        "liked",
-        "happy",
-        "satisfied",
-        "helpful",
-        "useful",
-        "correct",
-        "upvote",
-        "thumbsup",
-        "thumbup",
-        "👍",
-    }
-)
-DOWN = frozenset(
-    {
-        "false",
-        "no",
-        "0",
-        "-1",
-        "0.0",
-        "-1.0",
-        "rejected",
-        "bad",
-        "undesirable",
-        "negative",
-        "down",
-        "dislike",
-        "disliked",
-        "unhappy",
-        "dissatisfied",
-        "unsatisfied",
-        "unhelpful",
-        "not helpful",
-        "not useful",
-        "incorrect",
-        "wrong",
-        "downvote",
-        "thumbsdown",
-        "thumbdown",
-        "👎",
-    }
-)
+UP = frozenset([
+    "true", "yes", "1", "+1", "1.0", "chosen", "good", "desirable", "positive", "up", "like",
+    "liked", "happy", "satisfied", "helpful", "useful", "correct", "upvote", "thumbsup", "thumbup",
+    "👍",
+])  # fmt: skip
+DOWN = frozenset([
+    "false", "no", "0", "-1", "0.0", "-1.0", "rejected", "bad", "undesirable", "negative", "down",
+    "dislike", "disliked", "unhappy", "dissatisfied", "unsatisfied", "unhelpful", "incorrect",
+    "wrong", "downvote", "thumbsdown", "thumbdown", "👎", "not helpful", "not useful",
+])  # fmt: skip
+TIES = frozenset([
+    "tie", "tied", "draw", "equal", "same", "both", "neither", "none", "both_bad", "bothbad",
+    "both_good", "tie (bothbad)", "no preference",
+])  # fmt: skip
+"""Verdicts on two answers of which neither is the better one."""
+VERDICT_PREFIXES = ("model", "response", "answer", "output", "completion", "assistant", "option")
+FIRST, SECOND = frozenset(("first", "left")), frozenset(("second", "right"))
+"""Verdicts that name an answer by its place."""
 TWO_WORDS = re.compile(r"(thumbs?)[\s_-]*(up|down)|(up|down)[\s_-]*(vote)")
 """Labels that tools write as one word or two, with or without a separator, after lower-casing."""
 SHORT_CODE = re.compile(r":(\+1|-1|thumbs?[_-]?(?:up|down)):")
@@ -107,11 +72,12 @@ class Dialect:
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
     "developer": "system",
+    "user": "user",
     "human": "user",
+    "tool": "tool",
+    "assistant": "assistant",
+    "bot": "assistant",
     "gpt": "assistant",
     "model": "assistant",
     "function": "tool",
@@ -208,10 +174,11 @@ def attributes(value: object, name: str) -> dict[str, float]:
     Null (a table's filling) is a score that was not given.
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be an object with a score for each attribute",
-            code="row-value-type",
-            fix='write an object such as {"helpfulness": 3, "correctness": 4} in jsonl or parquet; '
+        raise wrong_type(
+            value,
+            name,
+            "an object with a score for each attribute",
+            'write an object such as {"helpfulness": 3, "correctness": 4} in jsonl or parquet; '
             f"if {name} has another meaning, rename the column",
         )
     scores = {
@@ -235,10 +202,12 @@ def ids(value: object, name: str) -> Ids:
         or not value
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of token ids",
-            code="row-tokens-invalid",
-            fix="write a list of one or more integers, each at least 0",
+        raise wrong_type(
+            value,
+            name,
+            "a list of token ids",
+            "write a list of one or more integers, each at least 0",
+            "row-tokens-invalid",
         )
     return Ids(tuple(value))
 
@@ -246,11 +215,12 @@ def ids(value: object, name: str) -> Ids:
 def logps(value: object, name: str) -> tuple[float, ...]:
     """Log-probabilities in nats, as a list."""
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of log-probabilities",
-            code="row-logps-invalid",
-            fix=f"write a list with one log-probability per token of the completion, or remove "
-            f"{name}",
+        raise wrong_type(
+            value,
+            name,
+            "a list of log-probabilities",
+            f"write a list with one log-probability per token of the completion, or remove {name}",
+            "row-logps-invalid",
         )
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
@@ -265,10 +235,11 @@ def logps(value: object, name: str) -> tuple[float, ...]:
 def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be an object",
-            code="row-value-type",
-            fix=f'write {name} as an object such as {{"key": "value"}}, or remove it',
+        raise wrong_type(
+            value,
+            name,
+            "an object",
+            f'write {name} as an object such as {{"key": "value"}}, or remove it',
         )
     return value
 
@@ -292,10 +263,11 @@ def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
         with suppress(ValueError, RecursionError):
             value = json.loads(value) if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of objects",
-            code="row-value-type",
-            fix='write a list of tools, such as [{"type": "function", "function": {"name": ..., '
+        raise wrong_type(
+            value,
+            name,
+            "a list of objects",
+            'write a list of tools, such as [{"type": "function", "function": {"name": ..., '
             '"parameters": ...}}]',
         )
     return tuple(value)
@@ -306,14 +278,49 @@ def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
     if isinstance(value, str) and CHAT_AS_TEXT.match(value):
         raise _turns_as_text(name)
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of chat turns",
-            code="row-value-type",
-            fix=f'write [{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
+        raise wrong_type(
+            value,
+            name,
+            "a list of chat turns",
+            f'write [{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
         )
     return tuple(
-        _turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1)
+        _turn(turn, f"turn {number} of {name}", dialect)
+        for number, turn in enumerate(chain.from_iterable(map(_split_round, value)), 1)
     )
+
+
+def _split_round(value: object) -> Sequence[object]:
+    """The turns of a round, such as ``{"human": ..., "assistant": ...}``; a turn as it is."""
+    if not isinstance(value, dict) or not value or not value.keys() <= ROLES.keys():
+        return [value]
+    order = list(ROLES)
+    turns = sorted(value.items(), key=lambda turn: order.index(turn[0]))
+    return [{"role": role, "content": content} for role, content in turns if content is not None]
+
+
+def as_turns(texts: Sequence[object]) -> Sequence[object]:
+    """Texts that the user and the assistant wrote in turns, with their roles; turns as they are."""
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        return texts
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+MARKED = re.compile(r"^\s*### (Human|Assistant): ?", re.MULTILINE)
+
+
+def marked_turns(text: str) -> Sequence[object]:
+    """The turns of a text that marks them as ``### Human:`` and ``### Assistant:``; none if it
+    does not begin with such a mark, or does not end with an answer.
+    """
+    start, *parts = MARKED.split(text)
+    roles = [role.lower() for role in parts[::2]]
+    if start.strip() or not roles or roles[0] != "human" or roles[-1] != "assistant":
+        return []
+    return [
+        {"role": role, "content": content.strip()}
+        for role, content in zip(roles, parts[1::2], strict=True)
+    ]
 
 
 def _turns_as_text(name: str) -> UserError:
@@ -327,13 +334,16 @@ def _turns_as_text(name: str) -> UserError:
 
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
     if not isinstance(value, dict):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a chat turn",
-            code="row-value-type",
-            fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
+        raise wrong_type(
+            value,
+            name,
+            "a chat turn",
+            f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
         )
     dialect = dialect_of(value) or dialect
     name_of_role, content = value.get(dialect.role), value.get(dialect.content)
+    if name_of_role == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _tool_calls(content, name)}
     role = dialect.roles.get(name_of_role) if isinstance(name_of_role, str) else None
     if role is None:
         raise UserError(
@@ -372,6 +382,19 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     return {"role": role, "content": content, **rest, **ignored}
 
 
+def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
+    """The calls in a ShareGPT turn: JSON of an object with name and arguments, or of a list."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    calls = cast(list[object], value if isinstance(value, list) else [value])
+    functions = [call for call in calls if isinstance(call, dict) and call.get("name")]
+    if not functions or len(functions) < len(calls):
+        raise wrong_type(
+            value, name, "a function call", 'write {"name": ..., "arguments": {...}} as JSON'
+        )
+    return [{"type": "function", "function": function} for function in functions]
+
+
 def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
     """The dialect whose role and content this turn has."""
     return next(
@@ -397,7 +420,7 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
     """
     texts: list[str] = []
     for number, part in enumerate(parts, 1):
-        text_of = part.get("text") if isinstance(part, dict) else part
+        text_of = part.get("text", part.get("value")) if isinstance(part, dict) else part
         kind = part.get("type") if isinstance(part, dict) else "text"
         if kind is not None and kind not in TEXT_PARTS:
             raise UserError(
@@ -470,10 +493,11 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def _listed_turns(value: object, name: str, dialect: Dialect) -> object:
     """A turn without its list as a list. Raises UserError for anything else than a list."""
     if not isinstance(value, dict | list):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be text or a list of chat turns",
-            code="row-value-type",
-            fix=f"write {name} as text in double quotes, or as "
+        raise wrong_type(
+            value,
+            name,
+            "text or a list of chat turns",
+            f"write {name} as text in double quotes, or as "
             f'[{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
         )
     return cast(object, [value]) if isinstance(value, dict) else cast(object, value)
@@ -482,11 +506,7 @@ def _listed_turns(value: object, name: str, dialect: Dialect) -> object:
 def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a string",
-            code="row-value-type",
-            fix=f"write {name} as a string in double quotes",
-        )
+        raise wrong_type(value, name, "a string", f"write {name} as a string in double quotes")
     if CHAT_AS_TEXT.match(value):
         raise _turns_as_text(name)
     return value
@@ -574,6 +594,49 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+GRADED = {
+    "text": ("response", "answer", "completion", "text", "content", "output", "generation"),
+    "score": ("overall_score", "score", "rating", "reward", "pm_score"),
+    "rank": ("rank",),
+}
+"""Parts of an answer that is an object, and the names that they have, of which one must fit."""
+
+
+def graded(value: object) -> dict[str, Any]:
+    """The text of an answer, and its score or its rank if it is an object that holds them."""
+    if not isinstance(value, dict) or dialect_of(value):
+        return {"text": value}
+    return {
+        part: value[names[0]]
+        for part, others in GRADED.items()
+        if (names := [name for name in others if value.get(name) is not None])
+    }
+
+
+def verdict(value: object, columns: Sequence[str], models: Sequence[object]) -> int | None:
+    """0 or 1 for the first or the second of two answers, the better one; None for a tie.
+
+    columns: of the answers; a verdict is one of these names, or the word in which they differ.
+    models: the names of the models that wrote them, which may be the verdict too. Raises KeyError
+    for any other value.
+    """
+    number = as_number(value)
+    word = f"{number:g}" if number is not None else str(value).strip().casefold()
+    if word in TIES:
+        return None
+    names = [re.findall(r"[a-z]+|\d+", column.casefold()) for column in columns]
+    marks = next(((a, b) for a, b in zip(*names, strict=False) if a != b), columns)
+    *before, last = re.findall(r"[a-z]+|\d+|.", word) or [""]
+    is_name = not before or (len(before) < 3 and before[0] in VERDICT_PREFIXES)
+    for side, place in enumerate((FIRST, SECOND)):
+        is_model = str(models[side]).casefold() == word and models[0] != models[1]
+        if is_model or word in (columns[side].casefold(), *place):
+            return side
+        if is_name and last == marks[side]:
+            return side
+    raise KeyError(word)
+
+
 def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | tuple[Message, ...]:
     """The prompt that two whole conversations begin with.
 
@@ -602,6 +665,12 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
             fix="add a column `prompt`, or begin both with the same turns",
         )
     return first[:same]
+
+
+def wrong_type(
+    value: object, name: str, expected: str, fix: str, code: str = "row-value-type"
+) -> UserError:
+    return UserError(f"{name} is {shown(value)}, but must be {expected}", code=code, fix=fix)
 
 
 def shown(value: object) -> str:
