@@ -1,4 +1,4 @@
-"""Detect the format of rows from their columns and the notation of their chat turns."""
+"""Detect the format of rows: look their columns up in the table of formats."""
 
 from __future__ import annotations
 
@@ -9,13 +9,32 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
-from valence.data.formats import FORMATS, Format, has_failed, lookup
+from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
+from valence.data.formats import has_failed, lookup
 from valence.data.values import COLOSSAL, Dialect, as_number, dialect_of, thumb
 from valence.errors import UserError
+from valence.types import Kind
 
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
-CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"text"}
+CONTENT = frozenset(
+    name
+    for key, f in FORMATS.items()
+    for name in f.required
+    if key not in SHAPES or (f.parts[name] in TEXTS[2:] and not f.loose)
+) - {"text"}
 """Columns that determine a format. Any row may also have a `text`."""
+RATING = "rating"
+OTHER_RATINGS = ("label", "score", "scores")
+"""A rating is not read in a file that has one of these columns."""
+TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only) and not f.loose}
+SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
+"""Parts that are lists, with their smallest length."""
+RATING_TYPES: dict[Kind, tuple[type, ...]] = {
+    "demonstration": (bool, int, float, str),
+    "judgement": (bool,),
+}
+"""Kind of rows without a label -> types of a column that may be their rating."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
 OTHER_NAMES = {
@@ -34,11 +53,18 @@ MAX_COLUMNS = 20
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
-    """The name of the format that most of these rows have.
+    """The name of the format that most of these rows have. Raises UserError as ``resolve`` does."""
+    return resolve(rows, keys or {})[0]
 
-    Raises UserError when none or several fit.
+
+def resolve(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], kind: Kind | None = None
+) -> tuple[str, Mapping[str, str]]:
+    """The format that most of these rows have, and ``keys`` with the other names of its columns.
+
+    kind: what the method reads, if it is known. Raises UserError when none or several fit.
     """
-    for key, column in (keys or {}).items():
+    for key, column in keys.items():
         if key not in COLUMNS:
             is_reversed = column in COLUMNS and any(key in row for row in rows)
             hint = did_you_mean(
@@ -52,16 +78,21 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
             )
     filled = {
         key: column
-        for key, column in {"label": "label", **(keys or {})}.items()
+        for key, column in {"label": "label", **keys}.items()
         if any(row.get(column) is not None for row in rows)
     }
-    shapes = [_shape(row, keys or {}, filled) for row in rows]
-    votes = Counter(names for names in (candidates(*shape) for shape in shapes) if names)
+    votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
     if not votes:
-        raise _unknown(rows, keys or {}, frozenset(name for names, _ in shapes for name in names))
+        matches = Counter(filter(None, (_match_other_names(row, keys, kind) for row in rows)))
+        if not matches:
+            raise _unknown(rows, keys)
+        [((name, names, left), _)] = matches.most_common(1)
+        if left:
+            raise _unknown(rows, keys, dict(names), left)
+        return name, dict(names)
     [(fitting, _)] = votes.most_common(1)
     if len(fitting) == 1:
-        return fitting[0]
+        return fitting[0], keys
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
@@ -70,11 +101,91 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
     )
 
 
+Match = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
+
+
+def _match_other_names(
+    row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None
+) -> Match | None:
+    """The format that reads most columns of a row by their other names, the keys for it, and
+    columns that may change what the row means, but are not read.
+    """
+    matches: dict[int, Match] = {}
+    for name, f in FORMATS.items():
+        names = _other_names(f, row, keys)
+        if (
+            (f.only or kind) != kind
+            or (f.gives == "demonstration" and kind not in (None, "demonstration"))
+            or (f.gives == "prompt") != (kind == "prompt")
+            or (names == keys and not f.loose)
+            or any(lookup(row, names.get(column, column)) is None for column in f.required)
+            or (f.test and not f.test(row))
+        ):
+            continue
+        columns = {names.get(column, column).partition(".")[0] for column in f.columns}
+        read = {column for column, value in row.items() if column in columns and value is not None}
+        left = [c for c in row if c not in columns and f.gives != "prompt"]
+        ratings = RATING_TYPES.get(f.gives, ()) if "label" not in f.required else ()
+        left = [c for c in left if _matters(c, row[c], ratings)]
+        matches.setdefault(len(read), (name, tuple(names.items()), tuple(left)))
+    return matches[max(matches)] if matches else None
+
+
+def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, str]:
+    """``keys``, and the other names that columns of a format have in this row. Answers that are
+    compared have names of the same place in their lists.
+    """
+    names, place = dict(keys), None
+    for column, others in f.others.items():
+        part = f.parts[column]
+        if column in keys or _can_be(part, row.get(column)):
+            continue
+        found = [
+            i
+            for i, name in enumerate(others)
+            if name not in names.values()
+            and _can_be(part, lookup(row, name))
+            and (part != "first" or _can_be(part, row.get(f.others["second"][i])))
+            and (part != "second" or i == place)
+        ]
+        if len(found) == 1:
+            names[column] = others[found[0]]
+            place = found[0] if part == "first" else place
+    return names
+
+
+def _can_be(part: str, value: object) -> bool:
+    """Whether a value can be this part of a row."""
+    if part in SIZES:
+        return isinstance(value, list) and len(value) >= SIZES[part]
+    if part in TEXTS:
+        return isinstance(value, str | list | dict) and value != ""
+    if part == "score":
+        return as_number(value) is not None
+    return value is not None and (part != "label" or thumb(value) is not None)
+
+
+def _matters(column: str, value: object, ratings: tuple[type, ...]) -> bool:
+    """Whether a column that is not read may change what its row means.
+
+    ratings: types of values that may be a rating.
+    """
+    if is_unimportant(column) or value is None or value == "":
+        return False
+    if isinstance(value, str) and as_number(value) is None:
+        return len(value.split()) > 1 or (bool in ratings and thumb(value) is not None)
+    return isinstance(value, (list, dict, *ratings))
+
+
 def _unknown(
-    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], names: frozenset[str]
+    rows: Sequence[Mapping[str, Any]],
+    keys: Mapping[str, str],
+    certain: Mapping[str, str] | None = None,
+    left: Sequence[str] = (),
 ) -> UserError:
-    """names: the columns of formats that the rows have."""
+    """certain: keys that read the rows but for the columns in left."""
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
+    names = frozenset().union(*(_shape(row, keys, {})[0] for row in rows))
     near = sorted(
         (len(f.required - names) - len(f.required & names), len(f.required - names), name)
         for name, f in FORMATS.items()
@@ -87,21 +198,39 @@ def _unknown(
         "or of the names in chat turns)"
         for _, count, name in near
     )
-    suggested = suggested_keys(rows, keys)
+    first, second = _compared(rows, keys)
+    suggested = suggested_keys(rows, keys) or certain or {}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
+    if first and not mapping:
+        fix = (
+            f"the rows have two answers: if {first} is always the better one, set keys: "
+            f"{{chosen: {first}, rejected: {second}}}; if a column says where it is, set format: "
+            f"pairwise_feedback and keys: {{output_A: {first}, output_B: {second}, label: COLUMN}}"
+        )
+    else:
+        is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
+        fix = (
+            (f"did you mean keys: {{{mapping}}}{is_ignored}? otherwise " if suggested else "")
+            + ("" if columns else "write values into columns such as prompt and completion, or ")
+            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
+            "completion: COLUMN, label: COLUMN}}"
+            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
+        )
     return UserError(
         f"no format fits the columns {listed(map(repr, columns))}"
         if columns
         else "the first rows have no values",
         code="format-unknown-columns",
-        fix=(
-            (f"did you mean keys: {{{mapping}}}? otherwise " if suggested else "")
-            + ("" if columns else "write values into columns such as prompt and completion, or ")
-            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
-            "completion: COLUMN, label: COLUMN}}"
-            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
-        ),
+        fix=fix,
     )
+
+
+def _compared(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """The columns of two answers that are compared; None without them."""
+    names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
+    return names.get("first"), names.get("second")
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -194,31 +323,55 @@ def _shape(
     return frozenset(names), None
 
 
-def candidates_of(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[str, ...]:
+def candidates_of(
+    row: Mapping[str, Any],
+    keys: Mapping[str, str],
+    kind: Kind | None = None,
+    filled: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
     """The formats that fit a row."""
-    return candidates(*_shape(row, keys, {}))
+    names, dialect = _shape(row, keys, filled or {})
+    tested = frozenset(
+        name
+        for name, f in TESTED.items()
+        if f.required <= names and (f.only or kind) == kind and (not f.test or f.test(row))
+    )
+    return candidates(names, dialect, tested)
 
 
-def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
+def is_another_format(
+    name: str, value: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None = None
+) -> str | None:
     """The format of this row if it is not ``name``; else None."""
-    fitting = candidates_of(value, keys)
+    fitting = candidates_of(value, keys, kind)
     return None if not fitting or name in fitting else fitting[0]
 
 
 @lru_cache(maxsize=1024)
-def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...]:
-    """The formats that fit, without those of which another fitting format reads more columns."""
+def candidates(
+    names: frozenset[str], dialect: Dialect | None, tested: frozenset[str]
+) -> tuple[str, ...]:
+    """The formats that fit, without those of which another fitting format reads more columns.
+
+    tested: formats with a test that the row passes.
+    """
     fits = {
         name: f
         for name, f in FORMATS.items()
         if f.required <= names
+        and not f.loose
+        and (name in tested or name not in TESTED)
         and _reads_dialect(f, dialect)
-        and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
     }
 
     def is_covered(name: str) -> bool:
         required, columns = fits[name].required, set(fits[name].columns)
-        return any(required <= set(f.columns) and not f.required <= columns for f in fits.values())
+        return any(
+            (required <= set(f.columns) and not f.required <= columns)
+            or (required == f.required and f.only and not fits[name].only)
+            for f in fits.values()
+        )
 
     return tuple(name for name in fits if not is_covered(name))
 
@@ -229,3 +382,39 @@ def _reads_dialect(f: Format, dialect: Dialect | None) -> bool:
     OpenAI's and ShareGPT's turns are distinguished one by one, and read by the same formats.
     """
     return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)
+
+
+# Ratings
+
+
+def is_rated(row: Mapping[str, Any], keys: Mapping[str, str]) -> bool:
+    """Whether a row is a rated answer if its rating is the label."""
+    is_mapped = RATING in keys.values() or any(part in keys for part in OTHER_RATINGS)
+    if row.get(RATING) is None or is_mapped or any(row.get(p) is not None for p in OTHER_RATINGS):
+        return False
+    as_label = {**keys, "label": RATING}
+    names = candidates_of(row, as_label)
+    if not names and (match := _match_other_names(row, as_label, None)):
+        names = match[:1]
+    return len(names) == 1 and "label" in FORMATS[names[0]].required
+
+
+def rating_part(ratings: Iterable[object], path: str) -> Literal["label", "score"]:
+    """Whether the ratings of a file are labels: words, or only 1 and one of -1 and 0. Otherwise
+    they are scores.
+
+    Raises UserError if every rating is the same 0 or 1, which may be a thumb or the end of a scale.
+    """
+    values = list(ratings)
+    numbers = {number for value in values if (number := as_number(value)) is not None}
+    if any(as_number(value) is None and thumb(value) is not None for value in values):
+        return "label"
+    if numbers in ({0.0}, {1.0}):
+        raise UserError(
+            f"every rating is {min(numbers):g}, which may be a thumb or a score on a scale",
+            code="rating-ambiguous",
+            where=path,
+            fix=f"set keys: {{label: {RATING}}} for thumbs, or keys: {{score: {RATING}}} for a "
+            "scale",
+        )
+    return "label" if numbers <= {-1.0, 1.0} or numbers <= {0.0, 1.0} else "score"
