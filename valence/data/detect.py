@@ -82,17 +82,18 @@ def resolve(
         if any(row.get(column) is not None for row in rows)
     }
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
-    if not votes:
+    fitting = votes.most_common(1)[0][0] if votes else ()
+    is_prompt = [FORMATS[name].gives for name in fitting] == ["prompt"]
+    if not fitting or (is_prompt and kind not in (None, "prompt")):
         matches = Counter(filter(None, (_match_other_names(row, keys, kind) for row in rows)))
-        if not matches:
-            raise _unknown(rows, keys)
-        [((name, names, left), _)] = matches.most_common(1)
-        if left:
+        name, names, left = max(matches, key=lambda match: matches[match], default=("", (), ()))
+        if name and not left:
+            return name, dict(names)
+        if not fitting:
             raise _unknown(rows, keys, dict(names), left)
-        return name, dict(names)
-    [(fitting, _)] = votes.most_common(1)
     if len(fitting) == 1:
-        return fitting[0], keys
+        first = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
+        return fitting[0], _other_names(FORMATS[fitting[0]], first, keys)
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
@@ -159,7 +160,8 @@ def _can_be(part: str, value: object) -> bool:
     if part in SIZES:
         return isinstance(value, list) and len(value) >= SIZES[part]
     if part in TEXTS:
-        return isinstance(value, str | list | dict) and value != ""
+        is_turn = isinstance(value, dict) and dialect_of(value) is not None
+        return is_turn or (isinstance(value, str | list) and bool(value))
     if part == "score":
         return as_number(value) is not None
     return value is not None and (part != "label" or thumb(value) is not None)
@@ -343,7 +345,7 @@ def is_another_format(
     name: str, value: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None = None
 ) -> str | None:
     """The format of this row if it is not ``name``; else None."""
-    fitting = candidates_of(value, keys, kind)
+    fitting = () if FORMATS[name].loose else candidates_of(value, keys, kind)
     return None if not fitting or name in fitting else fitting[0]
 
 

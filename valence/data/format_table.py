@@ -17,7 +17,8 @@ UNIMPORTANT = frozenset([
     "tag", "tags", "difficulty", "subset", "name", "title", "date", "time", "timestamp", "index",
     "license", "author", "user", "rater", "annotator", "judge", "version", "hash", "length", "turn",
     "turns", "num", "token", "tokens", "text", "comment", "reason", "rationale", "explanation",
-    "feedback", "critique", "review", "distilabel", "weight",
+    "feedback", "critique", "review", "distilabel", "moderation", "redacted",
+    "weight",
 ])  # fmt: skip
 """Words in the names of columns that do not change what a row means."""
 
@@ -95,8 +96,8 @@ def is_unimportant(column: str) -> bool:
 
 # Columns with other names, where these mean the same
 
-PROMPT = "prompt|question|query|instruction|problem|input|question.full_text"
-COMPLETION = "completion|response|answer|output|solution|generation"
+PROMPT = "prompt|question|query|instruction|problem|input"
+COMPLETION = "completion|response|answer|output|target|solution|generation"
 MESSAGES = "messages|conversation|dialogue|dialog|chat"
 LABEL = "label|thumbs_up"
 CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
@@ -218,7 +219,8 @@ SHAPES: dict[str, Format] = {
     ),
     "score_comparison": Format(
         "preference",
-        f"{PROMPT} answer_0=first answer_1=second score_0=score_first score_1=score_second",
+        "question.full_text|prompt|question|query=prompt answer_0=first answer_1=second "
+        "score_0=score_first score_1=score_second",
     ),
     "instruct_comparison": Format(
         "preference",
@@ -240,20 +242,32 @@ SHAPES: dict[str, Format] = {
     # Several answers with scores or ranks
     "ultrafeedback": Format("ranking", "instruction=prompt completions"),
     "graded_answers": Format("ranking", f"{PROMPT} answers=completions", test=_has_graded_answers),
+    "rated_generations": Format(
+        "ranking", "messages=prompt generations=completions ratings=scores"
+    ),
+    "feedback_collection": Format(
+        "judgement", "orig_instruction=prompt orig_response=completion orig_score=score"
+    ),
+    "preference_collection": Format(
+        "preference",
+        "orig_instruction=prompt orig_response_A=first orig_response_B=second "
+        "orig_preference=winner",
+    ),
     "nemo_ranking": Format("ranking", "context=prompt completions"),
     # An instruction with its input, and earlier rounds
     "instruct": Format("demonstration", "instruction response=completion", MORE, loose=True),
     "instruct_context": Format(
-        "demonstration", "instruction context=input response=completion", loose=True
+        "demonstration", "instruction|question context=input response|answer=completion", loose=True
     ),
     "dialogue": Format(
         "demonstration", f"{PROMPT} {COMPLETION} history", f"{SYSTEM} tools", loose=True
     ),
     "message_pair": Format("demonstration", "message_1=prompt message_2=completion"),
-    "swift_preference": Format(
-        "preference",
-        "messages rejected_response|rejected_messages=rejected",
-        "system tools margin",
+    "rejected_response": Format(
+        "preference", "messages rejected_response=rejected", "system tools margin"
+    ),
+    "rejected_messages": Format(
+        "preference", "messages rejected_messages=rejected", "system tools margin"
     ),
     # Text without a prompt, and conversations to be continued
     "plain_text": Format("demonstration", "text", only="demonstration"),

@@ -306,7 +306,7 @@ def as_turns(texts: Sequence[object]) -> Sequence[object]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-MARKED = re.compile(r"^\s*### (Human|Assistant): ?", re.MULTILINE)
+MARKED = re.compile(r"### (Human|Assistant): ?")
 
 
 def marked_turns(text: str) -> Sequence[object]:
