@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.rows import Source, write
 from tests.errors import raises_error
-from valence.data.format_table import FORMATS, SHAPES
+from valence.data.format_table import SHAPES
 from valence.data.load import Loaded, load
 from valence.types import (
     Chat,
@@ -81,7 +81,7 @@ def ranked(*scores: float, prompt: Any = "Is it wet?", texts: Any = ("Yes.", "No
     return Ranking(prompt=prompt, completions=texts, scores=scores, origin=HERE)
 
 
-def asked(prompt: Any = "Is it wet?", **info: Any) -> Prompt:
+def prompted(prompt: Any = "Is it wet?", **info: Any) -> Prompt:
     return Prompt(prompt=prompt, info=info, origin=HERE)
 
 
@@ -321,7 +321,7 @@ SHAPES_READ = [
             shared("function_call", '{"name": "clock", "arguments": {"zone": "UTC"}}'),
             shared("observation", "12:00"), shared("gpt", "Yes."),
         ],
-        "tools": f'[{{"name": "clock", "description": "The time.", "parameters": {{}}}}]',
+        "tools": '[{"name": "clock", "description": "The time.", "parameters": {}}]',
     }, demo(chat(ASK, CALL, turn("tool", "12:00"), tools=(TOOL,)), chat(YES))),
     Shape(HUB + "GAIR/lima", "demonstration", {
         "conversations": ["Why?", "No.", "Is it wet?", "Yes."], "source": "stackexchange",
@@ -362,17 +362,17 @@ SHAPES_READ = [
     Shape(GITHUB + "volcengine/verl (RL data)", "prompt", {
         "data_source": "openai/gsm8k", "prompt": [ASK], "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": 0},
-    }, asked(chat(ASK), data_source="openai/gsm8k", ability="math",
+    }, prompted(chat(ASK), data_source="openai/gsm8k", ability="math",
              reward_model={"style": "rule", "ground_truth": "1"}, extra_info={"index": 0})),
     Shape(HUB + "agentica-org/DeepScaleR-Preview-Dataset", "prompt", {
         "problem": "Is it wet?", "answer": "Yes.", "solution": "It is.",
-    }, asked(answer="Yes.", solution="It is.")),
+    }, prompted(answer="Yes.", solution="It is.")),
     Shape(HUB + "openai/gsm8k (for a reward)", "prompt", {
         "question": "Is it wet?", "answer": "1",
-    }, asked(answer="1")),
+    }, prompted(answer="1")),
     Shape(SWIFT + " (GRPO)", "prompt", {
         "messages": [SYSTEM, ASK], "solution": "Yes.",
-    }, asked(chat(SYSTEM, ASK), solution="Yes.")),
+    }, prompted(chat(SYSTEM, ASK), solution="Yes.")),
 ]  # fmt: skip
 
 
@@ -395,3 +395,110 @@ def test_at_least_fifty_different_shapes_from_twenty_sources() -> None:
 def test_every_line_of_the_table_has_a_row(tmp_path: Path) -> None:
     formats = {read(tmp_path, s.kind, s.row).files[0].format for s in SHAPES_READ}
     assert SHAPES.keys() - formats == set()
+
+
+# Rows whose meaning is not certain
+
+PROMPT = {"prompt": "Is it wet?"}
+TWO = {**PROMPT, "response_a": "Yes.", "response_b": "No."}
+
+
+def test_ties_and_battles_of_other_turns_are_left_out_and_counted(tmp_path: Path) -> None:
+    battle = {"conversation_a": [ASK, YES], "conversation_b": [ASK, NO]}
+    longer = {"conversation_a": [ASK, YES, MORE, NO], "conversation_b": [ASK, NO, MORE, YES]}
+    verdicts = ["model_a", "tie", "tie (bothbad)", "both_bad", "model_b"]
+    rows = [{**battle, "winner": verdict} for verdict in verdicts]
+    loaded = read(tmp_path, "preference", *rows, {**longer, "winner": "model_a"})
+    assert [e.chosen for e in loaded.examples] == [chat(YES), chat(NO)]  # type: ignore[union-attr]
+    [file] = loaded.files
+    assert (file.rows, file.bad, sum(file.unused.values())) == (6, 0, 4)
+    assert [origin.line for origin, _ in loaded.unused] == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("row", "index"),
+    [
+        ({"winner": "gpt-4", "model_a": "llama", "model_b": "gpt-4"}, 1),
+        ({"winner": "A"}, 0),
+        ({"winner": "Response B"}, 1),
+        ({"preference": "first"}, 0),
+        ({"better": "response_b"}, 1),
+    ],
+)
+def test_verdicts_that_name_an_answer(row: dict[str, Any], index: int, tmp_path: Path) -> None:
+    [example] = read(tmp_path, "preference", {**TWO, **row}).examples
+    assert isinstance(example, Preference)
+    assert example.chosen == ("Yes.", "No.")[index]
+
+
+@pytest.mark.parametrize("value", ["gpt-4", "better", "neither a nor b is", 3, "not a"])
+def test_other_verdicts_are_asked_about(value: object, tmp_path: Path) -> None:
+    with raises_error("row-winner-unknown", where="rows.jsonl:1", fix="response_a") as raised:
+        read(tmp_path, "preference", {**TWO, "winner": value})
+    assert repr(value) in raised.error.message
+
+
+def pasted(fix: str, number: int) -> dict[str, str]:
+    """The mapping of this number that a message holds."""
+    mapping = fix.split("{")[number].partition("}")[0]
+    return dict(entry.split(": ") for entry in mapping.split(", "))
+
+
+def test_a_number_that_names_neither_answer_is_asked_about_once(tmp_path: Path) -> None:
+    rows = [{**TWO, "label": label} for label in (1, 0)]
+    with raises_error("row-winner-unknown", fix="format: pairwise_feedback") as raised:
+        read(tmp_path, "preference", *rows)
+    path = write(tmp_path / "rows.jsonl", *rows)
+    for number, chosen in ((1, ["Yes.", "No."]), (2, ["No.", "Yes."])):
+        keys = pasted(str(raised.error.fix), number)
+        source = Source(path, format="pairwise_feedback", keys=keys)
+        examples = load([source], "preference").examples
+        assert [e.chosen for e in examples] == chosen  # type: ignore[union-attr]
+
+
+def test_two_answers_without_a_verdict_are_asked_about(tmp_path: Path) -> None:
+    for row in (TWO, {"question": "q", "response_a": "Yes.", "response_b": "No."}):
+        with raises_error("format-unknown-columns", fix="chosen: response_a") as raised:
+            read(tmp_path, "preference", row)
+        assert "completion:" not in str(raised.error.fix)
+        keys = pasted(str(raised.error.fix), 1)
+        source = Source(write(tmp_path / "rows.jsonl", row), keys=keys)
+        assert load([source], "preference").examples[0].prompt == row.get("prompt", "q")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "keys"),
+    [
+        ({"question": "q", "answer": "a", "is_correct": True}, "demonstration", "label"),
+        ({"question": "q", "answer": "a", "upvotes": 3}, "demonstration", "completion"),
+        ({"question": "q", "choices": ["a", "b"], "answer": "b"}, "demonstration", "completion"),
+        ({"passage": "It is wet.", "question": "q", "answer": "a"}, "demonstration", "completion"),
+        ({"prompt": "q", "response": "a", "is_safe": False}, "judgement", "label"),
+    ],
+)
+def test_columns_that_may_matter_are_asked_about(
+    row: dict[str, Any], kind: Kind, keys: str, tmp_path: Path
+) -> None:
+    with raises_error("format-unknown-columns", fix=f"{keys}: ") as raised:
+        read(tmp_path, kind, row)
+    source = Source(write(tmp_path / "rows.jsonl", row), keys=pasted(str(raised.error.fix), 1))
+    [example] = load([source], "judgement" if keys == "label" else kind).examples
+    assert isinstance(example, Judgement if keys == "label" else Demonstration)
+
+
+def test_stars_are_not_read_as_thumbs(tmp_path: Path) -> None:
+    rows = [{"question": f"q {n}", "answer": "a", "rating": n} for n in range(1, 6)]
+    with raises_error("kind-mismatch", fix="scores_to_judgements") as raised:
+        read(tmp_path, "judgement", *rows)
+    assert "1 to 5" in str(raised.error.fix)
+    [*examples] = read(
+        tmp_path, "judgement", *rows, convert="scores_to_judgements", threshold=4
+    ).examples
+    assert [e.label for e in examples] == [False] * 3 + [True] * 2  # type: ignore[union-attr]
+
+
+def test_a_text_next_to_another_text_is_no_plain_text(tmp_path: Path) -> None:
+    with raises_error("kind-mismatch"):
+        read(tmp_path, "demonstration", {"text": "It is wet.", "summary": "Quite wet."})
+    with raises_error("format-unknown-columns"):
+        read(tmp_path, "demonstration", {"response": "It is wet.", "article": "It rains a lot."})

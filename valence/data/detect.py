@@ -52,6 +52,11 @@ MAX_COLUMNS = 20
 """Columns that a message lists at most."""
 
 
+Match = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
+NONE: Match = ("", (), ())
+"""A format, the keys for it, and the columns that it does not read, though they may matter."""
+
+
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
     """The name of the format that most of these rows have. Raises UserError as ``resolve`` does."""
     return resolve(rows, keys or {})[0]
@@ -82,15 +87,15 @@ def resolve(
         if any(row.get(column) is not None for row in rows)
     }
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
-    fitting = votes.most_common(1)[0][0] if votes else ()
+    fitting = max(votes, key=lambda names: votes[names], default=())
     is_prompt = [FORMATS[name].gives for name in fitting] == ["prompt"]
     if not fitting or (is_prompt and kind not in (None, "prompt")):
-        matches = Counter(filter(None, (_match_other_names(row, keys, kind) for row in rows)))
-        name, names, left = max(matches, key=lambda match: matches[match], default=("", (), ()))
-        if name and not left:
+        matches = Counter(_match_other_names(row, keys, kind) for row in rows)
+        name, names, ignored = max(matches, key=lambda match: matches[match], default=None) or NONE
+        if name and not ignored:
             return name, dict(names)
-        if not fitting:
-            raise _unknown(rows, keys, dict(names), left)
+        if not fitting or _compared(rows, keys):
+            raise _unknown(rows, keys, dict(names), ignored)
     if len(fitting) == 1:
         first = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
         return fitting[0], _other_names(FORMATS[fitting[0]], first, keys)
@@ -100,9 +105,6 @@ def resolve(
         fix=f"set {' or '.join(f'format: {name}' for name in fitting)} on this file; columns that "
         "the chosen format does not read are ignored",
     )
-
-
-Match = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 def _match_other_names(
@@ -141,7 +143,7 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
         part = f.parts[column]
         if column in keys or _can_be(part, row.get(column)):
             continue
-        found = [
+        places = [
             i
             for i, name in enumerate(others)
             if name not in names.values()
@@ -149,9 +151,10 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
             and (part != "first" or _can_be(part, row.get(f.others["second"][i])))
             and (part != "second" or i == place)
         ]
-        if len(found) == 1:
-            names[column] = others[found[0]]
-            place = found[0] if part == "first" else place
+        if len(places) == 1:
+            [i] = places
+            names[column] = others[i]
+            place = i if part == "first" else place
     return names
 
 
@@ -200,14 +203,16 @@ def _unknown(
         "or of the names in chat turns)"
         for _, count, name in near
     )
-    first, second = _compared(rows, keys)
+    compared = _compared(rows, keys)
     suggested = suggested_keys(rows, keys) or certain or {}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
-    if first and not mapping:
+    if compared:
+        first, second, prompt = compared
         fix = (
             f"the rows have two answers: if {first} is always the better one, set keys: "
-            f"{{chosen: {first}, rejected: {second}}}; if a column says where it is, set format: "
-            f"pairwise_feedback and keys: {{output_A: {first}, output_B: {second}, label: COLUMN}}"
+            f"{{chosen: {first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it "
+            f"is, set format: pairwise_feedback, keys: {{output_A: {first}, output_B: {second}, "
+            f"label: COLUMN, prompt: {prompt}}}"
         )
     else:
         is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
@@ -229,10 +234,12 @@ def _unknown(
 
 def _compared(
     rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]
-) -> tuple[str | None, str | None]:
-    """The columns of two answers that are compared; None without them."""
+) -> tuple[str, str, str] | None:
+    """The columns of two answers that are compared, and that of their prompt; None without them."""
     names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
-    return names.get("first"), names.get("second")
+    if "first" not in names or "second" not in names:
+        return None
+    return names["first"], names["second"], names.get("prompt", "prompt")
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -247,6 +254,13 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
             key = _rating_part(column, [row.get(column) for row in rows])
         if column is not None and key and key not in columns:
             suggested.setdefault(key, column)
+    flags = [
+        name
+        for name in columns
+        if name not in suggested.values() and all(isinstance(row.get(name), bool) for row in rows)
+    ]
+    if len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
+        suggested["label"] = flags[0]
     fitting = (candidates_of(row, suggested) for row in rows)
     return suggested if any(len(names) == 1 for names in fitting) else {}
 

@@ -57,16 +57,18 @@ class Format:
     @cached_property
     def parts(self) -> dict[str, str]:
         """Column -> the part that it holds."""
-        tokens = f"{self.need} {self.may}".split()
-        return {_names(t)[0]: t.partition("=")[2] or _names(t)[0] for t in tokens}
+        tokens = (token.partition("=") for token in f"{self.need} {self.may}".split())
+        return {_names(names)[0]: part or _names(names)[0] for names, _, part in tokens}
 
     @cached_property
     def others(self) -> dict[str, tuple[str, ...]]:
         """Column -> its other names."""
-        return {_names(t)[0]: _names(t)[1:] for t in f"{self.need} {self.may}".split()}
+        tokens = (_names(token) for token in f"{self.need} {self.may}".split())
+        return {names[0]: names[1:] for names in tokens}
 
 
 def _names(token: str) -> tuple[str, ...]:
+    """The names of a column."""
     return tuple(token.partition("=")[0].split("|"))
 
 
@@ -84,7 +86,7 @@ def _has_graded_answers(row: Mapping[str, Any]) -> bool:
 
 def _has_no_other_text(row: Mapping[str, Any]) -> bool:
     """Whether no other column holds text of several words, turns or objects."""
-    read = ("text", *_names(COMPLETION))
+    read = ("text", *_names(ANSWER))
     others = [v for name, v in row.items() if name not in read and not is_unimportant(name)]
     return not any(isinstance(v, list | dict) or len(str(v or "").split()) > 1 for v in others)
 
@@ -94,189 +96,135 @@ def is_unimportant(column: str) -> bool:
     return any(word in UNIMPORTANT for word in re.findall(r"[a-z]+", column.lower()))
 
 
-# Columns with other names, where these mean the same
+# Names of columns that mean the same, and groups of columns
 
 PROMPT = "prompt|question|query|instruction|problem|input"
-COMPLETION = "completion|response|answer|output|target|solution|generation"
-MESSAGES = "messages|conversation|dialogue|dialog|chat"
+ANSWER = "completion|response|answer|output|target|solution|generation"
+TURNS = "messages|conversation|dialogue|dialog|chat"
 LABEL = "label|thumbs_up"
 CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
 REJECTED = "rejected|rejected_response|response_k|dispreferred"
-COMPLETIONS = "completions|responses|generations|outputs|candidates"
-SCORE = "score|reward"
-SYSTEM = "system|system_prompt"
+ANSWERS = "completions|responses|generations|outputs|candidates"
+SCORES = "scores|rating|ratings ranks|rank"
 FIRST = "first|response_0|response_1|response_a|answer_0|answer_1|answer_a|output_1|output_a"
 SECOND = "second|response_1|response_2|response_b|answer_1|answer_2|answer_b|output_2|output_b"
 WINNER = "winner|better|preference|preferred|label|choice|better_response_id"
-
-IDS = "prompt=prompt_text completion=completion_text"
-PAIR_IDS = "prompt=prompt_text chosen=chosen_text rejected=rejected_text"
-GENERATED = f"logps sampled {IDS} rendered tools info stop version index parts"
+EDITED = "edited|edited_response=chosen original|original_response=rejected"
+MORE = "system|system_prompt tools"
+ALPACA = "input system history"
+ONE, TWO = (
+    "prompt=prompt_text completion=completion_text",
+    ("prompt=prompt_text chosen=chosen_text rejected=rejected_text"),
+)
+IDS = "prompt_ids=prompt completion_ids=completion"
+GENERATED = f"logps sampled {ONE} rendered tools info stop version index parts"
 """Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
 tokens, the tokens are used if the row has the digest of the model's vocabulary, else the text.
 """
-MORE = "input system history"
-ATTRIBUTES = "correctness=scores.correctness coherence=scores.coherence " + (
-    "complexity=scores.complexity verbosity=scores.verbosity"
-)
+ATTRIBUTES = " ".join(f"{name}=scores.{name}" for name in (
+    "correctness", "coherence", "complexity", "verbosity"
+))  # fmt: skip
 
 FORMATS: dict[str, Format] = {
-    "judgement": Format(
-        "judgement", f"{PROMPT} {COMPLETION} {LABEL}", f"score scores {SYSTEM} tools"
-    ),
-    "scored": Format(
-        "judgement", f"{PROMPT} {COMPLETION} {SCORE}", f"scores {SYSTEM} tools error parts"
-    ),
-    "attributes": Format("judgement", f"{PROMPT} {COMPLETION} scores", f"{SYSTEM} tools"),
-    "judged_messages": Format(
-        "judgement", f"{MESSAGES}|completion {LABEL}", f"score scores {SYSTEM} tools"
-    ),
-    "scored_messages": Format("judgement", f"{MESSAGES} {SCORE}", f"scores {SYSTEM} tools"),
-    "preference": Format(
-        "preference", f"{CHOSEN} {REJECTED}", f"{PROMPT} margin soft {SYSTEM} tools"
-    ),
-    "demonstration": Format("demonstration", f"{PROMPT} {COMPLETION}", f"{SYSTEM} tools"),
-    "messages": Format("demonstration", MESSAGES, f"{SYSTEM} tools"),
-    "ranking": Format(
-        "ranking", f"{PROMPT} {COMPLETIONS}", f"scores|rating|ratings ranks|rank {SYSTEM} tools"
-    ),
-    "prompt": Format("prompt", PROMPT, f"{SYSTEM} tools"),
+    "judgement": Format("judgement", f"{PROMPT} {ANSWER} {LABEL}", f"score scores {MORE}"),
+    "scored": Format("judgement", f"{PROMPT} {ANSWER} score|reward", f"scores {MORE} error parts"),
+    "attributes": Format("judgement", f"{PROMPT} {ANSWER} scores", MORE),
+    "judged_messages": Format("judgement", f"{TURNS}|completion {LABEL}", f"score scores {MORE}"),
+    "scored_messages": Format("judgement", f"{TURNS} score|reward", f"scores {MORE}"),
+    "preference": Format("preference", f"{CHOSEN} {REJECTED}", f"{PROMPT} margin soft {MORE}"),
+    "demonstration": Format("demonstration", f"{PROMPT} {ANSWER}", MORE),
+    "messages": Format("demonstration", TURNS, MORE),
+    "ranking": Format("ranking", f"{PROMPT} {ANSWERS}", f"{SCORES} {MORE}"),
+    "prompt": Format("prompt", PROMPT, MORE),
     "text_prompt": Format("prompt", "text=prompt"),
     # Token ids, used without tokenization
-    "judgement_ids": Format(
-        "judgement",
-        "prompt_ids=prompt completion_ids=completion label",
-        f"score error {GENERATED}",
-    ),
-    "scored_ids": Format(
-        "judgement", "prompt_ids=prompt completion_ids=completion score", f"error {GENERATED}"
-    ),
+    "judgement_ids": Format("judgement", f"{IDS} label", f"score error {GENERATED}"),
+    "scored_ids": Format("judgement", f"{IDS} score", f"error {GENERATED}"),
     "preference_ids": Format(
-        "preference",
-        "prompt_ids=prompt chosen_ids=chosen rejected_ids=rejected",
-        f"margin soft {PAIR_IDS} tools sampled",
-    ),
-    "demonstration_ids": Format(
-        "demonstration", "prompt_ids=prompt completion_ids=completion", GENERATED
-    ),
+        "preference", "prompt_ids=prompt chosen_ids=chosen rejected_ids=rejected",
+        f"margin soft {TWO} tools sampled"),
+    "demonstration_ids": Format("demonstration", IDS, GENERATED),
     # HALOs: the output of its labelling script
     "binary_feedback": Format("judgement", "prompt output=completion label", "reward=score type"),
     "scalar_feedback": Format("judgement", "prompt output=completion reward=score", "type"),
     "pairwise_feedback": Format(
-        "preference",
-        "prompt output_A=first output_B=second label=first_wins",
-        "reward_A=reward_first reward_B=reward_second type",
-    ),
+        "preference", "prompt output_A=first output_B=second label=first_wins",
+        "reward_A=reward_first reward_B=reward_second type"),
     # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF, OpenAI
     "helpsteer": Format(
-        "judgement",
-        "prompt response=completion helpfulness=scores.helpfulness",
-        ATTRIBUTES,
-    ),
+        "judgement", "prompt response=completion helpfulness=scores.helpfulness", ATTRIBUTES),
     "nemo_aligner": Format("judgement", "prompt response=completion preference=label"),
     "colossalchat": Format("judgement", "prompt completion label", dialect=COLOSSAL),
     "openrlhf": Format("judgement", "input=prompt output=completion label"),
     "openrlhf_preference": Format("preference", "input=prompt chosen rejected", "margin soft"),
     "openai_preference": Format(
-        "preference",
-        "input.messages=prompt preferred_output=chosen non_preferred_output=rejected",
-        "input.tools=tools margin soft",
-    ),
-    # LLaMA-Factory and ms-swift
-    "sharegpt": Format("demonstration", "conversations=messages", "system tools", dialect=SHAREGPT),
+        "preference", "input.messages=prompt preferred_output=chosen non_preferred_output=rejected",
+        "input.tools=tools margin soft"),
+    # LLaMA-Factory
+    "sharegpt": Format("demonstration", "conversations=messages", "system tools", SHAREGPT),
     "sharegpt_kto": Format(
-        "judgement",
-        "conversations=messages kto_tag=label",
-        "system tools",
-        dialect=SHAREGPT,
-    ),
+        "judgement", "conversations=messages kto_tag=label", "system tools", SHAREGPT),
     "sharegpt_preference": Format(
-        "preference", "conversations=prompt chosen rejected", "system tools", dialect=SHAREGPT
-    ),
-    "alpaca": Format("demonstration", "instruction output=completion", MORE),
-    "alpaca_kto": Format("judgement", "instruction output=completion kto_tag=label", MORE),
-    "alpaca_preference": Format("preference", "instruction chosen rejected", MORE),
-}
+        "preference", "conversations=prompt chosen rejected", "system tools", SHAREGPT),
+    "alpaca": Format("demonstration", "instruction output=completion", ALPACA),
+    "alpaca_kto": Format("judgement", "instruction output=completion kto_tag=label", ALPACA),
+    "alpaca_preference": Format("preference", "instruction chosen rejected", ALPACA),
+}  # fmt: skip
 SHAPES: dict[str, Format] = {
     # Two answers, and which one is better
     "shp": Format(
-        "preference", "history=prompt human_ref_A=first human_ref_B=second labels=first_wins"
-    ),
+        "preference", "history=prompt human_ref_A=first human_ref_B=second labels=first_wins"),
     "safe_rlhf": Format(
-        "preference", "prompt response_0=first response_1=second better_response_id=winner"
-    ),
+        "preference", "prompt response_0=first response_1=second better_response_id=winner"),
     "helpsteer2_preference": Format(
-        "preference", "prompt response_1=first response_2=second preference_strength=strength"
-    ),
+        "preference", "prompt response_1=first response_2=second preference_strength=strength"),
     "helpsteer3": Format(
         "preference",
-        "context=prompt response1=first response2=second overall_preference=strength",
-    ),
+        "context=prompt response1=first response2=second overall_preference=strength"),
     "arena": Format("preference", "conversation_a=first conversation_b=second winner"),
     "summary_comparison": Format(
         "preference",
-        "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner",
-    ),
-    "score_comparison": Format(
-        "preference",
-        "question.full_text|prompt|question|query=prompt answer_0=first answer_1=second "
-        "score_0=score_first score_1=score_second",
-    ),
+        "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
+    "webgpt": Format(
+        "preference", "question.full_text|prompt|question|query=prompt answer_0=first "
+        "answer_1=second score_0=score_first score_1=score_second"),
     "instruct_comparison": Format(
-        "preference",
-        "instruction output_1=first output_2=second preference|label=winner",
-        "input",
-    ),
-    "comparison": Format(
-        "preference", f"{PROMPT} {FIRST} {SECOND} {WINNER}", f"{SYSTEM} tools", loose=True
-    ),
+        "preference", "instruction output_1=first output_2=second preference|label=winner",
+        "input"),
+    "preference_collection": Format(
+        "preference", "orig_instruction=prompt orig_response_A=first orig_response_B=second "
+        "orig_preference=winner"),
+    "comparison": Format("preference", f"{PROMPT} {FIRST} {SECOND} {WINNER}", MORE, loose=True),
+    # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
-        "preference", "prompt chosen rejected messages score_chosen score_rejected"
-    ),
+        "preference", "prompt chosen rejected messages score_chosen score_rejected"),
+    "rejected_response": Format(
+        "preference", "messages rejected_response=rejected", "system tools margin"),
+    "rejected_messages": Format(
+        "preference", "messages rejected_messages=rejected", "system tools margin"),
     "correction": Format(
-        "preference",
-        f"{PROMPT}|context edited|edited_response=chosen original|original_response=rejected",
-        f"feedback {SYSTEM}",
-        loose=True,
-    ),
+        "preference", f"{PROMPT}|context {EDITED}", f"feedback {MORE}", loose=True),
     # Several answers with scores or ranks
     "ultrafeedback": Format("ranking", "instruction=prompt completions"),
     "graded_answers": Format("ranking", f"{PROMPT} answers=completions", test=_has_graded_answers),
     "rated_generations": Format(
-        "ranking", "messages=prompt generations=completions ratings=scores"
-    ),
-    "feedback_collection": Format(
-        "judgement", "orig_instruction=prompt orig_response=completion orig_score=score"
-    ),
-    "preference_collection": Format(
-        "preference",
-        "orig_instruction=prompt orig_response_A=first orig_response_B=second "
-        "orig_preference=winner",
-    ),
+        "ranking", "messages=prompt generations=completions ratings=scores"),
     "nemo_ranking": Format("ranking", "context=prompt completions"),
+    "feedback_collection": Format(
+        "judgement", "orig_instruction=prompt orig_response=completion orig_score=score"),
     # An instruction with its input, and earlier rounds
-    "instruct": Format("demonstration", "instruction response=completion", MORE, loose=True),
+    "instruct": Format("demonstration", "instruction response=completion", ALPACA, loose=True),
     "instruct_context": Format(
-        "demonstration", "instruction|question context=input response|answer=completion", loose=True
-    ),
-    "dialogue": Format(
-        "demonstration", f"{PROMPT} {COMPLETION} history", f"{SYSTEM} tools", loose=True
-    ),
+        "demonstration", "instruction|question context=input response|answer=completion",
+        loose=True),
+    "dialogue": Format("demonstration", f"{PROMPT} {ANSWER} history", MORE, loose=True),
     "message_pair": Format("demonstration", "message_1=prompt message_2=completion"),
-    "rejected_response": Format(
-        "preference", "messages rejected_response=rejected", "system tools margin"
-    ),
-    "rejected_messages": Format(
-        "preference", "messages rejected_messages=rejected", "system tools margin"
-    ),
-    # Text without a prompt, and conversations to be continued
-    "plain_text": Format("demonstration", "text", only="demonstration"),
+    # Text without a prompt, and conversations that end with a question
+    "plain_text": Format("demonstration", "text", test=_has_no_other_text, only="demonstration"),
     "plain_completion": Format(
-        "demonstration", COMPLETION, test=_has_no_other_text, only="demonstration", loose=True
-    ),
+        "demonstration", ANSWER, test=_has_no_other_text, only="demonstration", loose=True),
     "open_messages": Format(
-        "prompt", "messages=prompt", "tools", test=_ends_with_a_question, only="prompt"
-    ),
-}
+        "prompt", "messages=prompt", "tools", test=_ends_with_a_question, only="prompt"),
+}  # fmt: skip
 """Shapes of public data sets and other tools."""
 FORMATS |= SHAPES

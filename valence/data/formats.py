@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from valence.data import values
@@ -273,24 +272,27 @@ def _read_ids(row: Columns, *parts: str) -> tuple[Content, Sequence[Content]]:
 
 def _read_texts(
     row: Columns, parts: Sequence[str]
-) -> tuple[str | Chat | None, Sequence[str | Chat | None]]:
+) -> tuple[Content | None, Sequence[Content | None]]:
     """The texts of the prompt and of these answers, next to their tokens. None: it cannot be read,
     or the answer was truncated, so that its text does not show that it has no end.
     """
+    texts = {part: row.columns[f"{part}_text"] for part in ("prompt", *parts)}
+    as_text = replace(row, columns={**row.columns, **texts})
     nothing = [None] * len(parts)
     try:
-        prompt = row.parse("prompt_text", partial(values.prompt, dialect=row.dialect), None)
-        text = prompt if prompt is None or isinstance(prompt, str) else Chat(prompt, row.tools)
+        prompt = _parse_prompt(as_text) if as_text.get("prompt") is not None else None
     except UserError:
+        prompt = None
+    if prompt is None:
         return None, nothing
-    if prompt is None or row.get("stop") == "length":
-        return text, nothing
+    text = prompt if isinstance(prompt, str) else Chat(prompt, row.tools)
     try:
         answers = {
-            row.name(part): values.answer(row.get(part), row.name(part), row.dialect)
-            for part in (f"{part}_text" for part in parts)
+            as_text.name(part): values.answer(as_text.get(part), as_text.name(part), row.dialect)
+            for part in parts
         }
-        return values.exchange(prompt, answers, row.tools)
+        is_cut = row.get("stop") == "length"
+        return (text, nothing) if is_cut else values.exchange(prompt, answers, row.tools)
     except UserError:
         return text, nothing
 
@@ -429,9 +431,9 @@ def _read_scores(row: Columns, graded: Sequence[Mapping[str, Any]]) -> tuple[flo
     best = 1
     if not columns:
         best = 0  # some tools count ranks from 0
-        inside = {f"{part}s": [item.get(part) for item in graded] for part in ("score", "rank")}
-        columns = {part: found for part, found in inside.items() if None not in found}
-        columns = dict([*columns.items()][:1])  # scores are finer than ranks
+        for part in ("rank", "score"):  # scores are finer than ranks
+            if all(part in item for item in graded):
+                columns = {f"{part}s": [item[part] for item in graded]}
     if len(columns) != 1:
         raise UserError(
             f"the row has both {row.name('scores')} and {row.name('ranks')}"
