@@ -16,6 +16,7 @@ from tests.data.rows import Source, write
 from tests.errors import raises_error
 from valence.data.format_table import SHAPES
 from valence.data.load import Loaded, load
+from valence.data.rendering import describe_first_rows
 from valence.types import (
     Chat,
     Demonstration,
@@ -502,3 +503,15 @@ def test_a_text_next_to_another_text_is_no_plain_text(tmp_path: Path) -> None:
         read(tmp_path, "demonstration", {"text": "It is wet.", "summary": "Quite wet."})
     with raises_error("format-unknown-columns"):
         read(tmp_path, "demonstration", {"response": "It is wet.", "article": "It rains a lot."})
+
+
+def test_the_first_row_of_a_file_is_shown_as_it_was_read(tmp_path: Path) -> None:
+    rows = [{**TWO, "winner": winner} for winner in ("tie", "b", "a")]
+    [text] = describe_first_rows(read(tmp_path, "preference", *rows))
+    heading, *parts = text.split("\n  ")
+    assert "rows.jsonl" in heading
+    assert parts == ["prompt: Is it wet?", "chosen: No.", "rejected: Yes."]
+    rows = [{"question": "a " * 90, "response": "Yes.", "thumbs_up": False}]
+    [text] = describe_first_rows(read(tmp_path, "judgement", *rows))
+    assert "label: down" in text
+    assert max(map(len, text.split("\n  ")[1:])) < 80

@@ -181,7 +181,8 @@ SHAPES: dict[str, Format] = {
     "helpsteer3": Format(
         "preference",
         "context=prompt response1=first response2=second overall_preference=strength"),
-    "arena": Format("preference", "conversation_a=first conversation_b=second winner"),
+    "arena": Format(
+        "preference", "conversation_a=first conversation_b=second winner", "model_a model_b"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -194,7 +195,8 @@ SHAPES: dict[str, Format] = {
     "preference_collection": Format(
         "preference", "orig_instruction=prompt orig_response_A=first orig_response_B=second "
         "orig_preference=winner"),
-    "comparison": Format("preference", f"{PROMPT} {FIRST} {SECOND} {WINNER}", MORE, loose=True),
+    "comparison": Format(
+        "preference", f"{PROMPT} {FIRST} {SECOND} {WINNER}", f"model_a model_b {MORE}", loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
         "preference", "prompt chosen rejected messages score_chosen score_rejected"),
