@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
 from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
 from valence.data.formats import has_failed, lookup
-from valence.data.values import COLOSSAL, Dialect, as_number, dialect_of, thumb
+from valence.data.values import (
+    COLOSSAL,
+    OPENAI,
+    Dialect,
+    as_number,
+    dialect_of,
+    shared_prompt,
+    thumb,
+)
 from valence.errors import UserError
 from valence.types import Kind
 
@@ -97,8 +106,13 @@ def resolve(
         if not fitting or _compared(rows, keys):
             raise _unknown(rows, keys, dict(names), ignored)
     if len(fitting) == 1:
-        first = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
-        return fitting[0], _other_names(FORMATS[fitting[0]], first, keys)
+        row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
+        names = _other_names(FORMATS[fitting[0]], row, keys)
+        if FORMATS[fitting[0]].gives == "preference" and "prompt" in names.keys() - keys.keys():
+            with suppress(UserError):  # the prompt is in the answers: the column may differ from it
+                shared_prompt(row.get("chosen"), row.get("rejected"), OPENAI)
+                del names["prompt"]
+        return fitting[0], names
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
@@ -127,9 +141,9 @@ def _match_other_names(
             continue
         columns = {names.get(column, column).partition(".")[0] for column in f.columns}
         read = {column for column, value in row.items() if column in columns and value is not None}
-        left = [c for c in row if c not in columns and f.gives != "prompt"]
         ratings = RATING_TYPES.get(f.gives, ()) if "label" not in f.required else ()
-        left = [c for c in left if _matters(c, row[c], ratings)]
+        left = [c for c in row.keys() - columns if _matters(c, row[c], ratings)]
+        left = [] if f.gives == "prompt" else sorted(left)
         matches.setdefault(len(read), (name, tuple(names.items()), tuple(left)))
     return matches[max(matches)] if matches else None
 
@@ -237,9 +251,8 @@ def _compared(
 ) -> tuple[str, str, str] | None:
     """The columns of two answers that are compared, and that of their prompt; None without them."""
     names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
-    if "first" not in names or "second" not in names:
-        return None
-    return names["first"], names["second"], names.get("prompt", "prompt")
+    is_compared = "first" in names and "second" in names
+    return (names["first"], names["second"], names.get("prompt", "prompt")) if is_compared else None
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -254,11 +267,7 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
             key = _rating_part(column, [row.get(column) for row in rows])
         if column is not None and key and key not in columns:
             suggested.setdefault(key, column)
-    flags = [
-        name
-        for name in columns
-        if name not in suggested.values() and all(isinstance(row.get(name), bool) for row in rows)
-    ]
+    flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
     if len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
         suggested["label"] = flags[0]
     fitting = (candidates_of(row, suggested) for row in rows)
@@ -377,7 +386,8 @@ def candidates(
         if f.required <= names
         and not f.loose
         and (name in tested or name not in TESTED)
-        and _reads_dialect(f, dialect)
+        # OpenAI's and ShareGPT's turns are distinguished one by one
+        and (f.dialect is COLOSSAL) is (dialect is COLOSSAL)
         and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
     }
 
@@ -392,14 +402,6 @@ def candidates(
     return tuple(name for name in fits if not is_covered(name))
 
 
-def _reads_dialect(f: Format, dialect: Dialect | None) -> bool:
-    """Whether the format reads turns of this dialect.
-
-    OpenAI's and ShareGPT's turns are distinguished one by one, and read by the same formats.
-    """
-    return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)
-
-
 # Ratings
 
 
@@ -409,10 +411,8 @@ def is_rated(row: Mapping[str, Any], keys: Mapping[str, str]) -> bool:
     if row.get(RATING) is None or is_mapped or any(row.get(p) is not None for p in OTHER_RATINGS):
         return False
     as_label = {**keys, "label": RATING}
-    names = candidates_of(row, as_label)
-    if not names and (match := _match_other_names(row, as_label, None)):
-        names = match[:1]
-    return len(names) == 1 and "label" in FORMATS[names[0]].required
+    names = candidates_of(row, as_label) or (_match_other_names(row, as_label, None) or NONE)[:1]
+    return len(names) == 1 and names != NONE[:1] and "label" in FORMATS[names[0]].required
 
 
 def rating_part(ratings: Iterable[object], path: str) -> Literal["label", "score"]:

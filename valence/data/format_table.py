@@ -135,7 +135,7 @@ FORMATS: dict[str, Format] = {
     "demonstration": Format("demonstration", f"{PROMPT} {ANSWER}", MORE),
     "messages": Format("demonstration", TURNS, MORE),
     "ranking": Format("ranking", f"{PROMPT} {ANSWERS}", f"{SCORES} {MORE}"),
-    "prompt": Format("prompt", PROMPT, MORE),
+    "prompt": Format("prompt", PROMPT, "tools"),
     "text_prompt": Format("prompt", "text=prompt"),
     # Token ids, used without tokenization
     "judgement_ids": Format("judgement", f"{IDS} label", f"score error {GENERATED}"),

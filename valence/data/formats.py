@@ -83,17 +83,9 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
         return row.get(path)
     value: Any = row
     for name in path.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif (
-            isinstance(value, list)
-            and name.isascii()
-            and name.isdecimal()
-            and int(name) < len(value)
-        ):
-            value = value[int(name)]
-        else:
-            return None
+        if isinstance(value, list):
+            value = {str(i): item for i, item in enumerate(value)}
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
@@ -131,13 +123,11 @@ def _read_contents(
 
 def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
     """A text without a prompt, or the conversation that it marks with ``### Human:``."""
-    text = values.text(row.get("text"), row.name("text"))
-    turns = values.turns(
-        values.marked_turns(text) or [{"role": "assistant", "content": text}], "text", OPENAI
-    )
-    if len(turns) == 1:
-        return values.exchange("", {row.name("text"): text}, ())
-    return Chat(values.check_prompt(turns[:-1], row.name("text"))), (Chat(turns[-1:]),)
+    name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
+    if marked := values.marked_turns(text):
+        *prompt, answer = values.turns(marked, name, OPENAI)
+        return values.exchange(values.check_prompt(prompt, name), {name: (answer,)}, ())
+    return values.exchange("", {name: text}, ())
 
 
 def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
@@ -146,14 +136,12 @@ def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
     """
     part = "instruction" if "instruction" in row.columns else "prompt"
     name, prompt, rounds = row.name(part), row.get(part), _read_rounds(row)
-    if part == "instruction" or (
-        isinstance(prompt, str) and prompt and (rounds or row.get("system"))
-    ):
-        more = row.get("input")
-        text = values.text(prompt, name) + (
-            f"\n{values.text(more, row.name('input'))}" if more else ""
-        )
-        turns = _with_system(row, [*rounds, {"role": "user", "content": text}])
+    is_in_chat = isinstance(prompt, str) and prompt and (rounds or row.get("system"))
+    if part == "instruction" or is_in_chat:
+        texts = [values.text(prompt, name)]
+        if more := row.get("input"):
+            texts.append(values.text(more, row.name("input")))
+        turns = _with_system(row, [*rounds, {"role": "user", "content": "\n".join(texts)}])
         return values.check_prompt(values.turns(turns, name, OPENAI), name)
     return values.prompt(_with_system(row, prompt), name, row.dialect)
 
@@ -164,12 +152,8 @@ def _read_rounds(row: Columns) -> list[dict[str, Any]]:
     if not isinstance(rounds, list) or not all(
         isinstance(r, list | tuple) and len(r) == 2 for r in rounds
     ):
-        raise values.wrong_type(
-            rounds,
-            row.name("history"),
-            "a list of earlier instructions, each with its answer",
-            'write it as [["instruction", "answer"], ...]',
-        )
+        fix = 'write it as [["instruction", "answer"], ...]'
+        raise values.wrong_type(rounds, row.name("history"), "a list of earlier rounds", fix)
     return [
         {"role": role, "content": content}
         for pair in rounds
@@ -206,6 +190,8 @@ def _with_system(row: Columns, turns: Any) -> Any:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
     dialect = values.dialect_of(first) or row.dialect
     if dialect.roles.get(str(first.get(dialect.role))) == "system":
+        if first.get(dialect.content) == system:
+            return turns
         raise UserError(
             f"the row has a system turn, and also the column {row.name('system')}",
             code="row-system-twice",
@@ -408,12 +394,8 @@ def _read_ranking(row: Columns) -> Ranking:
     """k answers with k scores, or k ranks from 1 (the best): a rank r becomes the score -r."""
     items, name = row.get("completions"), row.name("completions")
     if not isinstance(items, list) or len(items) < 2:
-        raise values.wrong_type(
-            items,
-            name,
-            "a list of two or more answers",
-            "write all answers to the prompt as a list in one row",
-        )
+        fix = "write all answers to the prompt as a list in one row"
+        raise values.wrong_type(items, name, "a list of two or more answers", fix)
     graded = [values.graded(item) for item in items]
     answers = {
         f"answer {n} of {name}": values.answer(item.get("text"), name, row.dialect)
@@ -435,51 +417,34 @@ def _read_scores(row: Columns, graded: Sequence[Mapping[str, Any]]) -> tuple[flo
             if all(part in item for item in graded):
                 columns = {f"{part}s": [item[part] for item in graded]}
     if len(columns) != 1:
+        scores, ranks = (row.columns.get(part, part) for part in ("scores", "ranks"))
         raise UserError(
-            f"the row has both {row.name('scores')} and {row.name('ranks')}"
-            if columns
-            else f"the row has neither {row.name('scores')} nor {row.name('ranks')}",
+            f"the row has {'both' if columns else 'no'} {scores} and {ranks}",
             code="row-scores-and-ranks" if columns else "row-scores-missing",
             fix="remove one of the two columns"
             if columns
-            else f"add {row.name('scores')}, a list with a number for each answer, or "
-            f"{row.name('ranks')}, a list of ranks from 1 (the best)",
+            else f"add {scores}, a list with a number for each answer, or {ranks}, a list of ranks "
+            "from 1 (the best)",
         )
     [(part, value)] = columns.items()
     name = row.columns.get(part, part)
     if not isinstance(value, list) or len(value) != len(graded):
-        raise values.wrong_type(
-            value,
-            name,
-            f"a list of {len(graded)} numbers",
-            "write one number per answer, in the order of the answers",
-        )
+        fix = "write one number per answer, in the order of the answers"
+        raise values.wrong_type(value, name, f"a list of {len(graded)} numbers", fix)
     numbers = tuple(values.number(v, f"number {n} of {name}") for n, v in enumerate(value, 1))
     if part == "scores":
         return numbers
     if any(rank < best or rank != int(rank) for rank in numbers):
-        raise values.wrong_type(
-            value,
-            name,
-            "ranks that are whole numbers of at least 1",
-            "rank the best answer 1, the second best 2, and so on",
-            "row-rank-invalid",
-        )
+        fix = "rank the best answer 1, the second best 2, and so on"
+        raise values.wrong_type(value, name, "whole numbers from 1", fix, "row-rank-invalid")
     return tuple(-rank for rank in numbers)
 
 
 def _read_prompt(row: Columns) -> Prompt:
     """A prompt. All other columns, and the entries of ``info``, become its info."""
-    prompt = _parse_prompt(row)
-    if isinstance(prompt, str) and row.tools:
-        raise UserError(
-            "the row has tools, but its prompt is text",
-            code="row-tools-without-turns",
-            fix=values.TOOLS_FIX,
-        )
+    prompt, _ = values.exchange(_parse_prompt(row), {}, row.tools)
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
-    common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
-    return Prompt(prompt=prompt if isinstance(prompt, str) else Chat(prompt, row.tools), **common)
+    return Prompt(prompt=prompt, **{**row.common, "info": {**row.info, **others}})
 
 
 READERS: dict[Kind, Callable[[Columns], Example]] = {
@@ -532,11 +497,11 @@ def _missing_columns(
     missing: the format's name of each column -> its name in the file. is_rating: only the rating
     is missing.
     """
-    absent = {column: there for column, there in missing.items() if there not in value}
+    absent = [column for column, there in missing.items() if there not in value]
     keys = ", ".join(f"{column}: COLUMN" for column in absent)
-    renamed = f"; if the file has {'it' if len(absent) == 1 else 'them'} under another name, set "
-    renamed = f"{renamed}keys: {{{keys}}} on this file" if absent else ""
-    columns = " and ".join(missing.values())
+    pronoun = "it" if len(absent) == 1 else "them"
+    renamed = f"; if the file has {pronoun} under another name, set keys: {{{keys}}} on this file"
+    columns, renamed = " and ".join(missing.values()), renamed if absent else ""
     if is_rating:
         return UserError(
             f"the row has no rating: {columns} is {'missing' if absent else 'empty'}",

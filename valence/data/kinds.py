@@ -176,11 +176,8 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
     groups = isinstance(e, Judgement) and kind in ("ranking", "preference")
     condition = " if prompts have several rated completions" if groups else ""
     scores = [s.score for s in examples if isinstance(s, Judgement) and s.score is not None]
-    threshold = (
-        f" and data.threshold, on the scale of {min(scores):g} to {max(scores):g}"
-        if scores
-        else " and data.threshold"
-    )
+    scale = f", on the scale of {min(scores):g} to {max(scores):g}" if scores else ""
+    threshold = f" and data.threshold{scale}"
     ways = [
         f"data.convert: {name}{threshold if 'threshold' in c.required else ''}" + condition
         for name, c in CONVERSIONS.items()

@@ -69,6 +69,10 @@ class Dialect:
     content: str
     roles: Mapping[str, str]
 
+    @property
+    def example(self) -> str:
+        return f'{{"{self.role}": "user", "{self.content}": "..."}}'
+
 
 ROLES = {
     "system": "system",
@@ -145,26 +149,20 @@ def as_number(value: object) -> float | None:
 
 def weight(value: object, name: str) -> float:
     """A finite number that is not negative."""
-    result = number(value, name)
-    if result < 0:
-        raise UserError(
-            f"{name} is {result:g}, but must not be negative",
-            code="row-number-range",
-            fix="write a weight of 0 or more; to train against an answer, set its label to false",
-        )
-    return result
+    fix = "write a weight of 0 or more; to train against an answer, set its label to false"
+    return _in_range(value, name, math.inf, "must not be negative", fix)
 
 
 def probability(value: object, name: str) -> float:
     """A number from 0 to 1."""
+    fix = "write a number from 0 to 1: the probability that the chosen answer is the better one"
+    return _in_range(value, name, 1, "must be a probability", fix)
+
+
+def _in_range(value: object, name: str, highest: float, condition: str, fix: str) -> float:
     result = number(value, name)
-    if not 0 <= result <= 1:
-        raise UserError(
-            f"{name} is {result:g}, but must be a probability",
-            code="row-number-range",
-            fix="write a number from 0 to 1: the probability that the chosen answer is the "
-            "better one",
-        )
+    if not 0 <= result <= highest:
+        raise UserError(f"{name} is {result:g}, but {condition}", code="row-number-range", fix=fix)
     return result
 
 
@@ -174,13 +172,8 @@ def attributes(value: object, name: str) -> dict[str, float]:
     Null (a table's filling) is a score that was not given.
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise wrong_type(
-            value,
-            name,
-            "an object with a score for each attribute",
-            'write an object such as {"helpfulness": 3, "correctness": 4} in jsonl or parquet; '
-            f"if {name} has another meaning, rename the column",
-        )
+        fix = f'write {{"helpfulness": 3}}, or rename the column if {name} has another meaning'
+        raise wrong_type(value, name, "an object with a score for each attribute", fix)
     scores = {
         attribute: number(score, f"{attribute} in {name}")
         for attribute, score in value.items()
@@ -202,26 +195,16 @@ def ids(value: object, name: str) -> Ids:
         or not value
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
-        raise wrong_type(
-            value,
-            name,
-            "a list of token ids",
-            "write a list of one or more integers, each at least 0",
-            "row-tokens-invalid",
-        )
+        fix = "write a list of one or more integers, each at least 0"
+        raise wrong_type(value, name, "a list of token ids", fix, "row-tokens-invalid")
     return Ids(tuple(value))
 
 
 def logps(value: object, name: str) -> tuple[float, ...]:
     """Log-probabilities in nats, as a list."""
     if not isinstance(value, list) or not value:
-        raise wrong_type(
-            value,
-            name,
-            "a list of log-probabilities",
-            f"write a list with one log-probability per token of the completion, or remove {name}",
-            "row-logps-invalid",
-        )
+        fix = f"write one log-probability per token of the completion, or remove {name}"
+        raise wrong_type(value, name, "a list of log-probabilities", fix, "row-logps-invalid")
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
         raise UserError(
@@ -235,12 +218,8 @@ def logps(value: object, name: str) -> tuple[float, ...]:
 def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
-        raise wrong_type(
-            value,
-            name,
-            "an object",
-            f'write {name} as an object such as {{"key": "value"}}, or remove it',
-        )
+        fix = f'write {name} as an object such as {{"key": "value"}}, or remove it'
+        raise wrong_type(value, name, "an object", fix)
     return value
 
 
@@ -263,27 +242,17 @@ def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
         with suppress(ValueError, RecursionError):
             value = json.loads(value) if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise wrong_type(
-            value,
-            name,
-            "a list of objects",
-            'write a list of tools, such as [{"type": "function", "function": {"name": ..., '
-            '"parameters": ...}}]',
-        )
+        fix = 'write a list such as [{"type": "function", "function": {"name": ...}}]'
+        raise wrong_type(value, name, "a list of objects", fix)
     return tuple(value)
 
 
 def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
     """Chat turns, at least one, each with one of the four roles."""
-    if isinstance(value, str) and CHAT_AS_TEXT.match(value):
-        raise _turns_as_text(name)
+    if isinstance(value, str):
+        text(value, name)
     if not isinstance(value, list) or not value:
-        raise wrong_type(
-            value,
-            name,
-            "a list of chat turns",
-            f'write [{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
-        )
+        raise wrong_type(value, name, "a list of chat turns", f"write [{dialect.example}, ...]")
     return tuple(
         _turn(turn, f"turn {number} of {name}", dialect)
         for number, turn in enumerate(chain.from_iterable(map(_split_round, value)), 1)
@@ -323,23 +292,9 @@ def marked_turns(text: str) -> Sequence[object]:
     ]
 
 
-def _turns_as_text(name: str) -> UserError:
-    return UserError(
-        f"{name} is a list of chat turns written as text",
-        code="row-turns-as-text",
-        fix="store the list itself, without quotes around it, in jsonl or parquet; a csv file "
-        "cannot hold chat turns",
-    )
-
-
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
     if not isinstance(value, dict):
-        raise wrong_type(
-            value,
-            name,
-            "a chat turn",
-            f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
-        )
+        raise wrong_type(value, name, "a chat turn", f"write {dialect.example}")
     dialect = dialect_of(value) or dialect
     name_of_role, content = value.get(dialect.role), value.get(dialect.content)
     if name_of_role == "function_call":
@@ -351,8 +306,8 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
             if name_of_role is None
             else f"{name} has the unknown {dialect.role} {shown(name_of_role)}",
             code="row-role-invalid",
-            fix=f'write the turn as {{"{dialect.role}": "user", "{dialect.content}": "..."}}; '
-            f"{dialect.role} can be one of {', '.join(dialect.roles)}",
+            fix=f"write the turn as {dialect.example}; {dialect.role} can be one of "
+            f"{', '.join(dialect.roles)}",
         )
     # A table's file format fills in null for what a turn does not have.
     rest = {
@@ -463,18 +418,15 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 
 def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when an answer can follow them: they end with a user or tool turn."""
-    if not messages:
+    role = messages[-1]["role"] if messages else None
+    if role not in ("user", "tool"):
         raise UserError(
-            f"{name} has no turn before the answer",
+            f"the prompt ({name}) ends with a turn of role {role}, not with a user or tool turn"
+            if messages
+            else f"{name} has no turn before the answer",
             code="row-prompt-end",
-            fix="put the user turn that the assistant answers before it, or remove the row",
-        )
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise UserError(
-            f"the prompt ({name}) ends with a turn of role {messages[-1]['role']}, but must end "
-            "with a user or tool turn",
-            code="row-prompt-end",
-            fix="end the prompt with the user or tool turn that the assistant answers",
+            fix="end the prompt with the user or tool turn that the assistant answers, or remove "
+            "the row",
         )
     return tuple(messages)
 
@@ -493,13 +445,8 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def _listed_turns(value: object, name: str, dialect: Dialect) -> object:
     """A turn without its list as a list. Raises UserError for anything else than a list."""
     if not isinstance(value, dict | list):
-        raise wrong_type(
-            value,
-            name,
-            "text or a list of chat turns",
-            f"write {name} as text in double quotes, or as "
-            f'[{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
-        )
+        fix = f"write {name} as text in double quotes, or as [{dialect.example}, ...]"
+        raise wrong_type(value, name, "text or a list of chat turns", fix)
     return cast(object, [value]) if isinstance(value, dict) else cast(object, value)
 
 
@@ -508,7 +455,12 @@ def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(value, name, "a string", f"write {name} as a string in double quotes")
     if CHAT_AS_TEXT.match(value):
-        raise _turns_as_text(name)
+        raise UserError(
+            f"{name} is a list of chat turns written as text",
+            code="row-turns-as-text",
+            fix="store the list itself, without quotes around it, in jsonl or parquet; a csv file "
+            "cannot hold chat turns",
+        )
     return value
 
 
@@ -530,23 +482,13 @@ def exchange(
                 code="row-tools-without-turns",
                 fix=TOOLS_FIX,
             )
-        return prompt, tuple(
-            _check_not_empty(str(answer), name) for name, answer in answers.items()
-        )
+        return prompt, tuple(_check_not_empty(str(a), name) for name, a in answers.items())
     opening = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     following: list[Chat] = []
     for name, answer in answers.items():
-        messages = (
-            ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-        )
-        following.append(
-            Chat(
-                check_answer(
-                    messages[len(opening) :] if messages[: len(opening)] == opening else messages,
-                    name,
-                )
-            )
-        )
+        turns = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+        is_repeated = turns[: len(opening)] == opening
+        following.append(Chat(check_answer(turns[len(opening) :] if is_repeated else turns, name)))
     return Chat(opening, offered), tuple(following)
 
 
@@ -567,25 +509,21 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     for turn in messages:
         if turn["role"] == "assistant" and not turn.get("tool_calls"):
             _check_not_empty(turn["content"], name)
-    wrong = next(
-        (turn["role"] for turn in messages if turn["role"] not in ("assistant", "tool")), None
-    )
-    if wrong is not None:
+    roles = [turn["role"] for turn in messages]
+    if wrong := next((role for role in roles if role not in ("assistant", "tool")), None):
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
             code="row-completion-turns",
             fix=f"move the turns up to the last {wrong} turn into the prompt; if {name} repeats "
             "the prompt, repeat it exactly",
         )
-    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+    if not roles or (roles[0], roles[-1]) != ("assistant", "assistant"):
         raise UserError(
             f"{name} does not begin and end with an assistant turn",
             code="row-completion-not-assistant",
             fix="put earlier turns into the prompt, and remove turns after the last assistant turn",
         )
-    if messages and all(
-        turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"
-    ):
+    if all(turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"):
         raise UserError(
             f"all assistant turns of {name} have weight 0, so nothing is trained on",
             code="row-weight-zero",
@@ -599,7 +537,7 @@ GRADED = {
     "score": ("overall_score", "score", "rating", "reward", "pm_score"),
     "rank": ("rank",),
 }
-"""Parts of an answer that is an object, and the names that they have, of which one must fit."""
+"""Parts of an answer that is an object, and the names that they may have there."""
 
 
 def graded(value: object) -> dict[str, Any]:
