@@ -200,8 +200,8 @@ SHAPES_READ = [
         "edited_response": "Yes.", "feedback": ["It is."],
     }, chat_pair(ASK)),
     Shape(GITHUB + "tatsu-lab/alpaca_farm/blob/main/README.md", "preference", {
-        "instruction": "Is it wet?", "input": "", "output_1": "Yes.", "output_2": "No.",
-        "annotator": "davinci003_3", "preference": 1.0,
+        "instruction": "Is it wet?", "input": "", "output_1": "No.", "output_2": "Yes.",
+        "annotator": "davinci003_3", "preference": 2.0,
     }, chat_pair(ASK)),
     Shape(HUB + "NCSOFT/offsetbias", "preference", {
         "instruction": "Is it wet?", "output_1": "No.", "output_2": "Yes.", "label": 2,
@@ -434,7 +434,7 @@ def test_verdicts_that_name_an_answer(row: dict[str, Any], index: int, tmp_path:
 
 @pytest.mark.parametrize("value", ["gpt-4", "better", "neither a nor b is", 3, "not a"])
 def test_other_verdicts_are_asked_about(value: object, tmp_path: Path) -> None:
-    with raises_error("row-winner-unknown", where="rows.jsonl:1", fix="response_a") as raised:
+    with raises_error("row-winner-unknown", where="rows.jsonl", fix="response_a") as raised:
         read(tmp_path, "preference", {**TWO, "winner": value})
     assert repr(value) in raised.error.message
 
@@ -455,6 +455,50 @@ def test_a_number_that_names_neither_answer_is_asked_about_once(tmp_path: Path) 
         source = Source(path, format="pairwise_feedback", keys=keys)
         examples = load([source], "preference").examples
         assert [e.chosen for e in examples] == chosen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("answers", "winner", "values"),
+    [
+        (("response_1", "response_2"), "label", (1, 0)),
+        (("response_1", "response_2"), "label", (1, 1)),
+        (("response_0", "response_1"), "label", (1, 0)),
+        (("output_1", "output_2"), "preference", (0, 1)),
+        (("response_1", "response_2"), "winner", (1, 2, 0)),
+        (("response_1", "response_2"), "winner", (1, 0)),
+    ],
+)
+def test_numbers_that_may_be_thumbs_are_asked_about_also_if_bad_rows_are_skipped(
+    answers: tuple[str, str], winner: str, values: tuple[int, ...], tmp_path: Path
+) -> None:
+    texts = dict(zip(answers, ("Yes.", "No."), strict=True))
+    rows = [{**PROMPT, **texts, winner: value} for value in values]
+    with raises_error("row-winner-unknown", fix="format: pairwise_feedback"):
+        read(tmp_path, "preference", *rows, on_bad_row="skip")
+
+
+def test_numbers_of_answers(tmp_path: Path) -> None:
+    rows = [{**PROMPT, "response_1": "1", "response_2": "2", "label": n} for n in (1, 2, 1)]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["1", "2", "1"]  # type: ignore[union-attr]
+    rows = [{**PROMPT, "response_0": "0", "response_1": "1", "choice": n} for n in (1, 0, 1)]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["1", "0", "1"]  # type: ignore[union-attr]
+
+
+def test_a_conversation_with_a_thumb_or_a_rejected_answer(tmp_path: Path) -> None:
+    [example] = read(tmp_path, "judgement", {"messages": [ASK, YES], "thumbs_up": False}).examples
+    assert isinstance(example, Judgement)
+    assert example.label is False
+    row = {"messages": [ASK, YES], "rejected_response": "No."}
+    [example] = read(tmp_path, "demonstration", row).examples
+    assert isinstance(example, Demonstration)
+
+
+def test_a_prompt_in_the_answers_goes_before_a_column_of_another_name(tmp_path: Path) -> None:
+    row = {"question": "Wet?", "chosen": [ASK, YES], "rejected": [ASK, NO]}
+    [example] = read(tmp_path, "preference", row).examples
+    assert example.prompt == chat(ASK)
 
 
 def test_two_answers_without_a_verdict_are_asked_about(tmp_path: Path) -> None:

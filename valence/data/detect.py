@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
-from valence.data.formats import has_failed, lookup
+from valence.data.formats import has_failed, lookup, winner_error
 from valence.data.values import (
     COLOSSAL,
     OPENAI,
@@ -20,6 +20,7 @@ from valence.data.values import (
     dialect_of,
     shared_prompt,
     thumb,
+    verdict,
 )
 from valence.errors import UserError
 from valence.types import Kind
@@ -36,7 +37,7 @@ CONTENT = frozenset(
 RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
-TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only) and not f.loose}
+TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only or f.not_for) and not f.loose}
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
 RATING_TYPES: dict[Kind, tuple[type, ...]] = {
@@ -97,13 +98,16 @@ def resolve(
     }
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
     fitting = max(votes, key=lambda names: votes[names], default=())
-    is_prompt = [FORMATS[name].gives for name in fitting] == ["prompt"]
-    if not fitting or (is_prompt and kind not in (None, "prompt")):
+    gives = {FORMATS[name].gives for name in fitting}
+    is_partial = gives == {"prompt"} and kind not in (None, "prompt")
+    is_partial |= gives == {"demonstration"} and kind not in (None, "demonstration", "prompt")
+    if not fitting or is_partial:
         matches = Counter(_match_other_names(row, keys, kind) for row in rows)
         name, names, ignored = max(matches, key=lambda match: matches[match], default=None) or NONE
         if name and not ignored:
+            _check_verdicts(rows, name, dict(names))
             return name, dict(names)
-        if not fitting or _compared(rows, keys):
+        if not fitting or (gives == {"prompt"} and _compared(rows, keys)):
             raise _unknown(rows, keys, dict(names), ignored)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
@@ -112,6 +116,7 @@ def resolve(
             with suppress(UserError):  # the prompt is in the answers: the column may differ from it
                 shared_prompt(row.get("chosen"), row.get("rejected"), OPENAI)
                 del names["prompt"]
+        _check_verdicts(rows, fitting[0], names)
         return fitting[0], names
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
@@ -119,6 +124,23 @@ def resolve(
         fix=f"set {' or '.join(f'format: {name}' for name in fitting)} on this file; columns that "
         "the chosen format does not read are ignored",
     )
+
+
+def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[str, str]) -> None:
+    """Raise UserError if numbers that may be thumbs say which of two answers is better. They are
+    the numbers of the answers only if a 2 is among them, or if their column says so.
+    """
+    parts = {part: keys.get(column, column) for column, part in FORMATS[name].parts.items()}
+    column = parts.get("winner")
+    cells = [lookup(row, column) for row in rows] if column else []
+    numbers = [cell for cell in cells if as_number(cell) is not None]
+    if column in ("label", "preference") and numbers and 2 not in map(as_number, numbers):
+        raise winner_error(parts, numbers[0])
+    for number in numbers:
+        try:
+            verdict(number, (parts["first"], parts["second"]), (None, None))
+        except KeyError:
+            raise winner_error(parts, number) from None
 
 
 def _match_other_names(
@@ -131,7 +153,7 @@ def _match_other_names(
     for name, f in FORMATS.items():
         names = _other_names(f, row, keys)
         if (
-            (f.only or kind) != kind
+            not _is_for(f, kind)
             or (f.gives == "demonstration" and kind not in (None, "demonstration"))
             or (f.gives == "prompt") != (kind == "prompt")
             or (names == keys and not f.loose)
@@ -162,7 +184,7 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
             for i, name in enumerate(others)
             if name not in names.values()
             and _can_be(part, lookup(row, name))
-            and (part != "first" or _can_be(part, row.get(f.others["second"][i])))
+            and (part != "first" or _can_be(part, row.get(f.others["response_b"][i])))
             and (part != "second" or i == place)
         ]
         if len(places) == 1:
@@ -170,6 +192,11 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
             names[column] = others[i]
             place = i if part == "first" else place
     return names
+
+
+def _is_for(f: Format, kind: Kind | None) -> bool:
+    """Whether a format is detected for methods that read this kind."""
+    return (f.only or kind) == kind and (f.not_for or "") != kind
 
 
 def _can_be(part: str, value: object) -> bool:
@@ -251,8 +278,9 @@ def _compared(
 ) -> tuple[str, str, str] | None:
     """The columns of two answers that are compared, and that of their prompt; None without them."""
     names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
-    is_compared = "first" in names and "second" in names
-    return (names["first"], names["second"], names.get("prompt", "prompt")) if is_compared else None
+    first, second, prompt = (names.get(c, c) for c in ("response_a", "response_b", "prompt"))
+    is_compared = all(isinstance(row.get(c), str | list) for row in rows for c in (first, second))
+    return (first, second, prompt) if rows and is_compared else None
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -359,7 +387,7 @@ def candidates_of(
     tested = frozenset(
         name
         for name, f in TESTED.items()
-        if f.required <= names and (f.only or kind) == kind and (not f.test or f.test(row))
+        if f.required <= names and _is_for(f, kind) and (not f.test or f.test(row))
     )
     return candidates(names, dialect, tested)
 

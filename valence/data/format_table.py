@@ -32,7 +32,7 @@ class Format:
     column holds, if it has another name. ``column|name``: other names of the column.
     dialect: how chat turns are written.
     test: whether a row with the needed columns has this format.
-    only: the format is detected only for methods that read this kind.
+    only: the format is detected only for methods that read this kind. not_for: it is not.
     loose: the format is detected only if no other one fits, and if no column is left that matters;
     so are other names of columns.
     """
@@ -43,6 +43,7 @@ class Format:
     dialect: Dialect = OPENAI
     test: Callable[[Mapping[str, Any]], bool] | None = None
     only: Kind | None = None
+    not_for: Kind | None = None
     loose: bool = False
 
     @cached_property
@@ -106,9 +107,9 @@ CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
 REJECTED = "rejected|rejected_response|response_k|dispreferred"
 ANSWERS = "completions|responses|generations|outputs|candidates"
 SCORES = "scores|rating|ratings ranks|rank"
-FIRST = "first|response_0|response_1|response_a|answer_0|answer_1|answer_a|output_1|output_a"
-SECOND = "second|response_1|response_2|response_b|answer_1|answer_2|answer_b|output_2|output_b"
-WINNER = "winner|better|preference|preferred|label|choice|better_response_id"
+FIRST = "response_a|response_0|response_1|answer_0|answer_1|answer_a|output_1|output_a=first"
+SECOND = "response_b|response_1|response_2|answer_1|answer_2|answer_b|output_2|output_b=second"
+WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
 MORE = "system|system_prompt tools"
 ALPACA = "input system history"
@@ -201,9 +202,11 @@ SHAPES: dict[str, Format] = {
     "ultrafeedback_binarized": Format(
         "preference", "prompt chosen rejected messages score_chosen score_rejected"),
     "rejected_response": Format(
-        "preference", "messages rejected_response=rejected", "system tools margin"),
+        "preference", "messages rejected_response=rejected", "system tools margin",
+        not_for="demonstration"),
     "rejected_messages": Format(
-        "preference", "messages rejected_messages=rejected", "system tools margin"),
+        "preference", "messages rejected_messages=rejected", "system tools margin",
+        not_for="demonstration"),
     "correction": Format(
         "preference", f"{PROMPT}|context {EDITED}", f"feedback {MORE}", loose=True),
     # Several answers with scores or ranks

@@ -362,26 +362,33 @@ def _read_winner(row: Columns) -> int:
 
 
 def _read_verdict(row: Columns) -> int | None:
-    first, second, column = (row.name(part) for part in ("first", "second", "winner"))
-    value = row.get("winner")
+    models = [row.value.get(f"model_{side}") for side in "ab"]
     try:
-        models = [row.value.get(f"model_{side}") for side in "ab"]
-        return values.verdict(value, (first, second), models)
+        return values.verdict(row.get("winner"), (row.name("first"), row.name("second")), models)
     except KeyError:
-        pass
+        raise winner_error(row.columns, row.get("winner")) from None
+
+
+def winner_error(columns: Mapping[str, str], value: object) -> UserError:
+    """The error for a value that does not say which of two answers is better.
+
+    columns: part of the format -> column of the file.
+    """
+    first, second, column = (columns[part] for part in ("first", "second", "winner"))
+    prompt = columns.get("prompt", columns.get("instruction"))
     keys = [
-        f"{{output_A: {a}, output_B: {b}, label: {column}, prompt: {row.columns.get('prompt')}}}"
+        f"{{output_A: {a}, output_B: {b}, label: {column}, prompt: {prompt}}}"
         for a, b in ((first, second), (second, first))
     ]
-    thumb = values.thumb(value)
-    raise UserError(
+    return UserError(
         f"{column} is {values.shown(value)}, which does not say whether {first} or {second} is "
         "better",
         code="row-winner-unknown",
         fix=f"write {first}, {second} or tie into {column}"
-        if thumb is None
-        else f"set on this file format: pairwise_feedback and, if {values.shown(value)} is for "
-        f"{first if thumb else second}, keys: {keys[0]}, otherwise keys: {keys[1]}",
+        if values.thumb(value) is None or prompt is None
+        else f"set on this file format: pairwise_feedback and, if 1 is for {first}, keys: "
+        f"{keys[0]}; if 1 is for {second}, keys: {keys[1]}; or write {first}, {second} or tie into "
+        f"{column}",
     )
 
 

@@ -31,6 +31,13 @@ KINDS: dict[type[Example], Kind] = {
 }
 
 
+KEYS: dict[Kind, str] = {
+    "preference": "{chosen: COLUMN, rejected: COLUMN}",
+    "ranking": "{completions: COLUMN, scores: COLUMN}",
+}
+"""Columns to map for rows of a kind; those of the others have one completion."""
+
+
 def conversion_to(
     kind: Kind,
     name: str | None,
@@ -193,10 +200,9 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
             "its score"
         )
     if isinstance(e, Prompt) and e.info:
-        ways.append(
-            "keys on this file, such as keys: {completion: COLUMN}, if other columns "
-            f"({', '.join(sorted(e.info))}) contain the answers"
-        )
+        keys = KEYS.get(kind, "{completion: COLUMN}")
+        columns = ", ".join(sorted(e.info))
+        ways.append(f"keys: {keys} on this file, if other columns ({columns}) contain the answers")
     is_unlabelled = isinstance(e, Judgement) and e.label is None
     method = METHOD_FOR["scored" if is_unlabelled else KINDS[type(e)]]
     way = (
