@@ -99,15 +99,16 @@ def resolve(
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
     fitting = max(votes, key=lambda names: votes[names], default=())
     gives = {FORMATS[name].gives for name in fitting}
-    is_partial = gives == {"prompt"} and kind not in (None, "prompt")
+    is_partial = gives == {"prompt"} and kind != "prompt"
     is_partial |= gives == {"demonstration"} and kind not in (None, "demonstration", "prompt")
     if not fitting or is_partial:
         matches = Counter(_match_other_names(row, keys, kind) for row in rows)
         name, names, ignored = max(matches, key=lambda match: matches[match], default=None) or NONE
-        if name and not ignored:
+        is_sure = name and not ignored
+        if is_sure and (not fitting or kind or FORMATS[name].gives != "demonstration"):
             _check_verdicts(rows, name, dict(names))
             return name, dict(names)
-        if not fitting or (gives == {"prompt"} and _compared(rows, keys)):
+        if not fitting or (kind and gives == {"prompt"} and _compared(rows, keys)):
             raise _unknown(rows, keys, dict(names), ignored)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)

@@ -149,7 +149,7 @@ FORMATS: dict[str, Format] = {
     "binary_feedback": Format("judgement", "prompt output=completion label", "reward=score type"),
     "scalar_feedback": Format("judgement", "prompt output=completion reward=score", "type"),
     "pairwise_feedback": Format(
-        "preference", "prompt output_A=first output_B=second label=first_wins",
+        "preference", "prompt output_A=first output_B=second label=label",
         "reward_A=reward_first reward_B=reward_second type"),
     # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF, OpenAI
     "helpsteer": Format(
@@ -174,7 +174,7 @@ FORMATS: dict[str, Format] = {
 SHAPES: dict[str, Format] = {
     # Two answers, and which one is better
     "shp": Format(
-        "preference", "history=prompt human_ref_A=first human_ref_B=second labels=first_wins"),
+        "preference", "history=prompt human_ref_A=first human_ref_B=second labels=label"),
     "safe_rlhf": Format(
         "preference", "prompt response_0=first response_1=second better_response_id=winner"),
     "helpsteer2_preference": Format(

@@ -344,8 +344,8 @@ def _read_winner(row: Columns) -> int:
             code="row-pair-tied",
             fix="remove the row",
         )
-    if "first_wins" in row.columns:
-        return 0 if values.label(row.get("first_wins"), row.name("first_wins")) else 1
+    if "label" in row.columns:
+        return 0 if values.label(row.get("label"), row.name("label")) else 1
     if "winner" in row.columns:
         side = _read_verdict(row)
     else:
