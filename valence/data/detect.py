@@ -247,6 +247,9 @@ def _unknown(
     )
     compared = _compared(rows, keys)
     suggested = suggested_keys(rows, keys) or certain or {}
+    flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
+    if suggested and len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
+        suggested = {**suggested, "label": flags[0]}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     if compared:
         first, second, prompt = compared
@@ -296,9 +299,6 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
             key = _rating_part(column, [row.get(column) for row in rows])
         if column is not None and key and key not in columns:
             suggested.setdefault(key, column)
-    flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
-    if len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
-        suggested["label"] = flags[0]
     fitting = (candidates_of(row, suggested) for row in rows)
     return suggested if any(len(names) == 1 for names in fitting) else {}
 
