@@ -15,7 +15,7 @@ import pytest
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from valence.data.format_table import SHAPES
-from valence.data.load import Loaded, load
+from valence.data.load import DataFile, Loaded, load, recognize
 from valence.data.rendering import describe_first_rows
 from valence.types import (
     Chat,
@@ -559,3 +559,9 @@ def test_the_first_row_of_a_file_is_shown_as_it_was_read(tmp_path: Path) -> None
     [text] = describe_first_rows(read(tmp_path, "judgement", *rows))
     assert "label: down" in text
     assert max(map(len, text.split("\n  ")[1:])) < 80
+
+
+def test_a_flag_next_to_an_answer_is_not_left_out(tmp_path: Path) -> None:
+    rows = [{**PROMPT, "response": "Yes.", "is_safe": is_safe} for is_safe in (True, False)]
+    with raises_error("format-unknown-columns", fix="label: is_safe"):
+        recognize(DataFile(write(tmp_path / "rows.jsonl", *rows)))

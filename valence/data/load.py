@@ -385,8 +385,10 @@ def recognize(file: DataFile) -> DataFile:
     try:
         layout = _layout(file, values)
     except UserError as error:
-        if error.code != "format-unknown-columns" or not keys:
-            raise
+        unread = {name for row in values for name in row if isinstance(row[name], bool)}
+        is_rated = not {"label", "score", "chosen"}.isdisjoint(keys)
+        if error.code != "format-unknown-columns" or not keys or (unread and not is_rated):
+            raise  # a flag may be a rating: bad answers are not examples to imitate
         return replace(file, keys=keys)
     # a part under another name: answers that were rated bad are not examples to imitate
     gives = FORMATS[layout.format].gives if layout.format in FORMATS else None
