@@ -10,18 +10,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
+from valence.data import values
 from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
 from valence.data.formats import has_failed, lookup, winner_error
-from valence.data.values import (
-    COLOSSAL,
-    OPENAI,
-    Dialect,
-    as_number,
-    dialect_of,
-    shared_prompt,
-    thumb,
-    verdict,
-)
 from valence.errors import UserError
 from valence.types import Kind
 
@@ -40,11 +31,6 @@ OTHER_RATINGS = ("label", "score", "scores")
 TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only or f.not_for) and not f.loose}
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
-RATING_TYPES: dict[Kind, tuple[type, ...]] = {
-    "demonstration": (bool, int, float, str),
-    "judgement": (bool,),
-}
-"""Kind of rows without a label -> types of a column that may be their rating."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
 OTHER_NAMES = {
@@ -82,20 +68,15 @@ def resolve(
     for key, column in keys.items():
         if key not in COLUMNS:
             is_reversed = column in COLUMNS and any(key in row for row in rows)
-            hint = did_you_mean(
-                [f"{{{column}: {key}}}"] if is_reversed else nearest(key, sorted(COLUMNS))
-            )
+            names = [f"{{{column}: {key}}}"] if is_reversed else nearest(key, sorted(COLUMNS))
             raise UserError(
                 f"keys: no format has a column {key!r}",
                 code="keys-unknown-column",
-                fix=f"{hint}write keys as {{the format's name: the file's name}}; names of formats "
-                f"are {', '.join(OTHER_NAMES)} and others",
+                fix=f"{did_you_mean(names)}write keys as {{the format's name: the file's name}}; "
+                f"names of formats are {', '.join(OTHER_NAMES)} and others",
             )
-    filled = {
-        key: column
-        for key, column in {"label": "label", **keys}.items()
-        if any(row.get(column) is not None for row in rows)
-    }
+    present = {name for row in rows for name, value in row.items() if value is not None}
+    filled = {key: name for key, name in {"label": "label", **keys}.items() if name in present}
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
     fitting = max(votes, key=lambda names: votes[names], default=())
     gives = {FORMATS[name].gives for name in fitting}
@@ -115,7 +96,7 @@ def resolve(
         names = _other_names(FORMATS[fitting[0]], row, keys)
         if FORMATS[fitting[0]].gives == "preference" and "prompt" in names.keys() - keys.keys():
             with suppress(UserError):  # the prompt is in the answers: the column may differ from it
-                shared_prompt(row.get("chosen"), row.get("rejected"), OPENAI)
+                values.shared_prompt(row.get("chosen"), row.get("rejected"), values.OPENAI)
                 del names["prompt"]
         _check_verdicts(rows, fitting[0], names)
         return fitting[0], names
@@ -134,12 +115,12 @@ def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[
     parts = {part: keys.get(column, column) for column, part in FORMATS[name].parts.items()}
     column = parts.get("winner")
     cells = [lookup(row, column) for row in rows] if column else []
-    numbers = [cell for cell in cells if as_number(cell) is not None]
-    if column in ("label", "preference") and numbers and 2 not in map(as_number, numbers):
+    numbers = [cell for cell in cells if values.as_number(cell) is not None]
+    if column in ("label", "preference") and numbers and 2 not in map(values.as_number, numbers):
         raise winner_error(parts, numbers[0])
     for number in numbers:
         try:
-            verdict(number, (parts["first"], parts["second"]), (None, None))
+            values.verdict(number, (parts["first"], parts["second"]), (None, None))
         except KeyError:
             raise winner_error(parts, number) from None
 
@@ -164,9 +145,7 @@ def _match_other_names(
             continue
         columns = {names.get(column, column).partition(".")[0] for column in f.columns}
         read = {column for column, value in row.items() if column in columns and value is not None}
-        ratings = RATING_TYPES.get(f.gives, ()) if "label" not in f.required else ()
-        left = [c for c in row.keys() - columns if _matters(c, row[c], ratings)]
-        left = [] if f.gives == "prompt" else sorted(left)
+        left = [c for c in sorted(row.keys() - columns) if _matters(f, c, row[c])]
         matches.setdefault(len(read), (name, tuple(names.items()), tuple(left)))
     return matches[max(matches)] if matches else None
 
@@ -205,23 +184,24 @@ def _can_be(part: str, value: object) -> bool:
     if part in SIZES:
         return isinstance(value, list) and len(value) >= SIZES[part]
     if part in TEXTS:
-        is_turn = isinstance(value, dict) and dialect_of(value) is not None
+        is_turn = isinstance(value, dict) and values.dialect_of(value) is not None
         return is_turn or (isinstance(value, str | list) and bool(value))
     if part == "score":
-        return as_number(value) is not None
-    return value is not None and (part != "label" or thumb(value) is not None)
+        return values.as_number(value) is not None
+    return value is not None and (part != "label" or values.thumb(value) is not None)
 
 
-def _matters(column: str, value: object, ratings: tuple[type, ...]) -> bool:
-    """Whether a column that is not read may change what its row means.
-
-    ratings: types of values that may be a rating.
+def _matters(f: Format, column: str, value: object) -> bool:
+    """Whether a column that a format does not read may change what its row means: texts, and values
+    that may be a rating of a row without one. All columns of a prompt are kept.
     """
-    if is_unimportant(column) or value is None or value == "":
+    if is_unimportant(column) or value is None or value == "" or f.gives == "prompt":
         return False
-    if isinstance(value, str) and as_number(value) is None:
-        return len(value.split()) > 1 or (bool in ratings and thumb(value) is not None)
-    return isinstance(value, (list, dict, *ratings))
+    is_rated = "label" in f.required or f.gives not in ("judgement", "demonstration")
+    if isinstance(value, str) and values.as_number(value) is None:
+        return len(value.split()) > 1 or (not is_rated and values.thumb(value) is not None)
+    is_number = isinstance(value, int | float) and f.gives == "demonstration"
+    return isinstance(value, list | dict) or (not is_rated and (type(value) is bool or is_number))
 
 
 def _unknown(
@@ -233,17 +213,14 @@ def _unknown(
     """certain: keys that read the rows but for the columns in left."""
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     names = frozenset().union(*(_shape(row, keys, {})[0] for row in rows))
-    near = sorted(
-        (len(f.required - names) - len(f.required & names), len(f.required - names), name)
-        for name, f in FORMATS.items()
-        if f.required & names
-    )[:3]
+    near = [name for name, f in FORMATS.items() if f.required & names and not f.loose]
+    near.sort(key=lambda name: len(FORMATS[name].required - names))
+    lacking = {name: ", ".join(sorted(FORMATS[name].required - names)) for name in near[:3]}
     nearest_formats = "; ".join(
-        f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
-        if count
-        else f"{name} (to use it, set format: {name}; it is not detected because of other columns "
-        "or of the names in chat turns)"
-        for _, count, name in near
+        f"{name}, which also needs {others}"
+        if others
+        else f"{name} (to use it, set format: {name}; its other columns or chat turns differ)"
+        for name, others in lacking.items()
     )
     compared = _compared(rows, keys)
     suggested = suggested_keys(rows, keys) or certain or {}
@@ -325,12 +302,11 @@ def _rating_part(column: str, cells: Sequence[object]) -> Literal["label", "scor
     count as labels, so that they are reported.
     """
     filled = [cell for cell in cells if cell is not None and str(cell).strip()]
-    numbers = [cell for cell in filled if as_number(cell) is not None]
+    numbers = [cell for cell in filled if values.as_number(cell) is not None]
     if filled and 2 * len(numbers) >= len(filled):
-        return "label" if all(thumb(cell) is not None for cell in numbers) else "score"
-    if 2 * sum(thumb(cell) is not None for cell in filled) >= max(len(filled), 1):
-        return "label"
-    return "" if "feedback" in column.lower() else "label"
+        return "label" if all(values.thumb(cell) is not None for cell in numbers) else "score"
+    are_words = 2 * sum(values.thumb(cell) is not None for cell in filled) < max(len(filled), 1)
+    return "" if are_words and "feedback" in column.lower() else "label"
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -353,7 +329,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _shape(
     row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str]
-) -> tuple[frozenset[str], Dialect | None]:
+) -> tuple[frozenset[str], values.Dialect | None]:
     """The columns of a row, by the format's names, and the dialect of its chat turns (None: it has
     none).
 
@@ -371,7 +347,7 @@ def _shape(
     for name in sorted((CONTENT | {"text"}) & names):
         part = lookup(row, keys.get(name, name))
         turn = part[0] if isinstance(part, list) and part else part
-        dialect = dialect_of(turn) if isinstance(turn, dict) else None
+        dialect = values.dialect_of(turn) if isinstance(turn, dict) else None
         if dialect:
             return frozenset(names), dialect
     return frozenset(names), None
@@ -403,7 +379,7 @@ def is_another_format(
 
 @lru_cache(maxsize=1024)
 def candidates(
-    names: frozenset[str], dialect: Dialect | None, tested: frozenset[str]
+    names: frozenset[str], dialect: values.Dialect | None, tested: frozenset[str]
 ) -> tuple[str, ...]:
     """The formats that fit, without those of which another fitting format reads more columns.
 
@@ -416,7 +392,7 @@ def candidates(
         and not f.loose
         and (name in tested or name not in TESTED)
         # OpenAI's and ShareGPT's turns are distinguished one by one
-        and (f.dialect is COLOSSAL) is (dialect is COLOSSAL)
+        and (f.dialect is values.COLOSSAL) is (dialect is values.COLOSSAL)
         and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
     }
 
@@ -450,9 +426,9 @@ def rating_part(ratings: Iterable[object], path: str) -> Literal["label", "score
 
     Raises UserError if every rating is the same 0 or 1, which may be a thumb or the end of a scale.
     """
-    values = list(ratings)
-    numbers = {number for value in values if (number := as_number(value)) is not None}
-    if any(as_number(value) is None and thumb(value) is not None for value in values):
+    cells = list(ratings)
+    numbers = {number for value in cells if (number := values.as_number(value)) is not None}
+    if any(values.as_number(value) is None and values.thumb(value) is not None for value in cells):
         return "label"
     if numbers in ({0.0}, {1.0}):
         raise UserError(

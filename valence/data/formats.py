@@ -60,11 +60,8 @@ class Columns:
     @property
     def common(self) -> dict[str, Any]:
         """The fields that every Example has."""
-        return {
-            "weight": self.parse("weight", values.weight, 1.0),
-            "info": self.info,
-            "origin": self.origin,
-        }
+        weight = self.parse("weight", values.weight, 1.0)
+        return {"weight": weight, "info": self.info, "origin": self.origin}
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -509,16 +506,14 @@ def _missing_columns(
     pronoun = "it" if len(absent) == 1 else "them"
     renamed = f"; if the file has {pronoun} under another name, set keys: {{{keys}}} on this file"
     columns, renamed = " and ".join(missing.values()), renamed if absent else ""
+    message = f"the row has no {' and no '.join(missing.values())}, which the format {name} needs"
     if is_rating:
-        return UserError(
-            f"the row has no rating: {columns} is {'missing' if absent else 'empty'}",
-            code="row-rating-missing",
-            fix=f"rate the answer, or remove the row{renamed}",
-        )
+        message = f"the row has no rating: {columns} is {'missing' if absent else 'empty'}"
+    fix = f"add {columns}, or put rows of another format into a separate file"
     return UserError(
-        f"the row has no {' and no '.join(missing.values())}, which the format {name} needs",
-        code="row-column-missing",
-        fix=f"add {columns}, or put rows of another format into a separate file{renamed}",
+        message,
+        code="row-rating-missing" if is_rating else "row-column-missing",
+        fix=f"{'rate the answer, or remove the row' if is_rating else fix}{renamed}",
     )
 
 

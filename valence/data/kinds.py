@@ -31,13 +31,6 @@ KINDS: dict[type[Example], Kind] = {
 }
 
 
-KEYS: dict[Kind, str] = {
-    "preference": "{chosen: COLUMN, rejected: COLUMN}",
-    "ranking": "{completions: COLUMN, scores: COLUMN}",
-}
-"""Columns to map for rows of a kind; those of the others have one completion."""
-
-
 def conversion_to(
     kind: Kind,
     name: str | None,
@@ -200,9 +193,9 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
             "its score"
         )
     if isinstance(e, Prompt) and e.info:
-        keys = KEYS.get(kind, "{completion: COLUMN}")
+        keys = "chosen: COLUMN, rejected" if kind == "preference" else "completion"
         columns = ", ".join(sorted(e.info))
-        ways.append(f"keys: {keys} on this file, if other columns ({columns}) contain the answers")
+        ways.append(f"keys: {{{keys}: COLUMN}}, if other columns ({columns}) contain the answers")
     is_unlabelled = isinstance(e, Judgement) and e.label is None
     method = METHOD_FOR["scored" if is_unlabelled else KINDS[type(e)]]
     way = (

@@ -342,12 +342,10 @@ def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
     with suppress(ValueError, RecursionError):
         value = json.loads(value) if isinstance(value, str) else value
     calls = cast(list[object], value if isinstance(value, list) else [value])
-    functions = [call for call in calls if isinstance(call, dict) and call.get("name")]
-    if not functions or len(functions) < len(calls):
-        raise wrong_type(
-            value, name, "a function call", 'write {"name": ..., "arguments": {...}} as JSON'
-        )
-    return [{"type": "function", "function": function} for function in functions]
+    if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
+        fix = 'write {"name": ..., "arguments": {...}} as JSON'
+        raise wrong_type(value, name, "a function call", fix)
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
@@ -568,9 +566,8 @@ def verdict(value: object, columns: Sequence[str], models: Sequence[object]) -> 
     is_name = not before or (len(before) < 3 and before[0] in VERDICT_PREFIXES)
     for side, place in enumerate((FIRST, SECOND)):
         is_model = str(models[side]).casefold() == word and models[0] != models[1]
-        if is_model or word in (columns[side].casefold(), *place):
-            return side
-        if is_name and last == marks[side]:
+        is_column = (is_name and last == marks[side]) or word == columns[side].casefold()
+        if is_model or is_column or word in place:
             return side
     raise KeyError(word)
 
