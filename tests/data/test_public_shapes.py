@@ -439,6 +439,22 @@ def test_other_verdicts_are_asked_about(value: object, tmp_path: Path) -> None:
     assert repr(value) in raised.error.message
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "winner"),
+    [
+        ("completion_a", "completion_b", "b"),
+        ("response1", "response2", 2),
+        ("answer_A", "answer_B", "answer_B"),
+        ("output_0", "output_1", 1),
+    ],
+)
+def test_names_of_two_answers(first: str, second: str, winner: object, tmp_path: Path) -> None:
+    row = {"question": "q", first: "No.", second: "Yes.", "winner": winner}
+    [example] = read(tmp_path, "preference", row).examples
+    assert isinstance(example, Preference)
+    assert (example.chosen, example.rejected) == ("Yes.", "No.")
+
+
 def pasted(fix: str, number: int) -> dict[str, str]:
     """The mapping of this number that a message holds."""
     mapping = fix.split("{")[number].partition("}")[0]

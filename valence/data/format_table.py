@@ -107,8 +107,11 @@ CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
 REJECTED = "rejected|rejected_response|response_k|dispreferred"
 ANSWERS = "completions|responses|generations|outputs|candidates"
 SCORES = "scores|rating|ratings ranks|rank"
-FIRST = "response_a|response_0|response_1|answer_0|answer_1|answer_a|output_1|output_a=first"
-SECOND = "response_b|response_1|response_2|answer_1|answer_2|answer_b|output_2|output_b=second"
+STEMS = ("response", "answer", "output", "completion", "generation")
+MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A", "B"))
+FIRST, SECOND = (
+    "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
+)
 WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
 MORE = "system|system_prompt tools"
@@ -197,7 +200,8 @@ SHAPES: dict[str, Format] = {
         "preference", "orig_instruction=prompt orig_response_A=first orig_response_B=second "
         "orig_preference=winner"),
     "comparison": Format(
-        "preference", f"{PROMPT} {FIRST} {SECOND} {WINNER}", f"model_a model_b {MORE}", loose=True),
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {WINNER}",
+        f"model_a model_b {MORE}", loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
         "preference", "prompt chosen rejected messages score_chosen score_rejected"),
