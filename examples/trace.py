@@ -27,9 +27,9 @@ from valence.batching.prefix_tree import PrefixTree
 from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded
 from valence.data.sources import Row
+from valence.methods.sample_builders import RolloutGroup
 from valence.online.collector import RolloutPrompt
 from valence.trainer.prepare import Corpus
-from valence.trainer.sample_builders import RolloutGroup
 from valence.trainer.step import StepResult
 from valence.types import (
     Completion,

@@ -18,7 +18,6 @@ from valence.config.load import load_recipe
 from valence.distributed.process_group import PlannedGroup
 from valence.planning import plan
 from valence.planning.plan import Plan, make_plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 
 SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], int]] = {
@@ -86,7 +85,7 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 
 def plan_large(path: Path, gpus: int, folder: Path, *overrides: str) -> Plan:
     """The plan of a recipe whose model is in ``SHAPES``. folder: for its stand-ins."""
-    recipe = load_recipe(path, method_of=method_of).recipe
+    recipe = load_recipe(path).recipe
     kind, sizes, _ = SHAPES[recipe.model.name]
     shape = {**dict(zip(NAMES, sizes, strict=True)), "tie_word_embeddings": False}
     kind(**shape).save_pretrained(folder / "model")
@@ -98,5 +97,5 @@ def plan_large(path: Path, gpus: int, folder: Path, *overrides: str) -> Plan:
         for held_out in sources:
             assert held_out.path == source.path
             here += [f"data.{part}.0.path={rows}", f"data.{part}.0.split=null"]
-    loaded = load_recipe(path, [*here, *overrides], method_of=method_of)
+    loaded = load_recipe(path, [*here, *overrides])
     return make_plan(prepare(loaded), group=PlannedGroup(gpus))

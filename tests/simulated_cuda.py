@@ -185,7 +185,7 @@ class Named(TorchFunctionMode):
             return args[0].host.tolist()
         if func in (torch.device, torch._C._nn._parse_to) or "autocast" in func.__name__:
             return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if torch.is_autocast_enabled(CUDA.type):
             args, kwargs = _autocast(func.__name__.strip("_"), (args, kwargs))
         there = _is(CUDA, kwargs.get("device")) or (

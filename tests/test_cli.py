@@ -22,10 +22,10 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.common import NOTHING_STARTED
+from valence.methods import METHODS, ONLINE
 from valence.planning import plan
 from valence.reports.rundata import read_run
 from valence.reports.verdict import held_out_verdict, outputs, run_verdict
-from valence.trainer.methods import METHODS, ONLINE
 from valence.types import plural
 
 __all__ = ["place"]

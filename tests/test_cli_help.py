@@ -18,7 +18,7 @@ from tests.command import command as valence
 from valence import cli
 from valence.cli import complete
 from valence.cli.guide import COMMANDS, HELP
-from valence.trainer.methods import METHODS, ONLINE
+from valence.methods import METHODS, ONLINE
 
 
 def test_help_and_completion_do_not_wait_for_torch() -> None:

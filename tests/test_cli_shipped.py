@@ -14,7 +14,6 @@ from tests.errors import check_error
 from valence.config.load import load_recipe
 from valence.data.split import PromptSplit
 from valence.shipped import page_text, pages, recipes, write_demo
-from valence.trainer.methods import method_of
 
 __all__ = ["place"]
 
@@ -58,7 +57,7 @@ def test_messages_name_pages_that_exist() -> None:
 
 def test_the_demo_is_written_once(tmp_path: Path) -> None:
     recipe = write_demo(tmp_path / "demo")
-    loaded = load_recipe(recipe, method_of=method_of).recipe
+    loaded = load_recipe(recipe).recipe
     assert loaded.run.dir == (tmp_path / "demo" / "run").as_posix()
     assert loaded.data.train[0].path == (tmp_path / "demo" / "answers.jsonl").as_posix()
     assert isinstance(loaded.data.split, PromptSplit)

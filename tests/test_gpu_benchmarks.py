@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from torch import Tensor
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention as attention_speed
-from benchmarks.gpu import correctness, peer, steps
+from benchmarks.gpu import correctness, ipc, peer, sharded, steps
 from benchmarks.gpu.attention import AttentionCase
 from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
 from benchmarks.step.cases import Case
+from benchmarks.step.inputs import draw_sets
 from tests.simulated_cuda import CUDA, simulated_device
-from valence.models import attention
-from valence.models.flex import Visible
+from valence.models import attention, flex
+from valence.models.flex import FlexVariant, Visible
 from valence.models.layout import segment_table, segments_of
 
 HOST = torch.device("cpu")
@@ -145,8 +147,19 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
 @pytest.mark.parametrize(
     ("part", "status", "kinds"),
     [
-        ("A", "ok", {"environment", "packed", "head", "step", "run", "tests"}),
-        ("B", "measured", {"ceilings", "step", "profile of the slowest step", "attention"}),
+        ("A", "ok", {"environment", "packed", "head", "step", "run", "sharded", "tests"}),
+        (
+            "B",
+            "measured",
+            {
+                "ceilings",
+                "step",
+                "profile of the slowest step",
+                "attention",
+                "programs",
+                "short documents",
+            },
+        ),
     ],
 )
 def test_a_rehearsal_completes(part: str, status: str, kinds: set[str], tmp_path: Path) -> None:
@@ -237,6 +250,48 @@ def test_all_attention_backends_are_measured(case: AttentionCase) -> None:
         for backend in attention_speed.backends_for(case):
             figures = attention_speed.measure_attention(case, backend, CUDA)
             assert figures["forward_tflops"] > 0
+            seconds = (figures["forward_ms"] + figures["backward_ms"]) / 1e3
+            assert figures["tokens_per_s"] == pytest.approx(case.rows / seconds)
+
+
+@pytest.mark.parametrize(("variant", "programs"), [("flex", 3), ("flex_dynamic", 2)])
+def test_the_programs_of_several_sizes_are_counted(
+    variant: FlexVariant, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU only those of the compiler's first stage, for the forward pass. The sizes of
+    flex_dynamic are variables from the second one on.
+    """
+    monkeypatch.setattr(Visible, "__call__", Visible.run_compiled)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flex._compiled.cache_clear()
+    case = attention_speed.SMALL_PROGRAM_CASE
+    try:
+        for _ in range(2):  # nothing is left of the first time
+            figures = attention_speed.measure_programs(
+                case, attention_speed.SMALL_SIZES, variant, HOST
+            )
+            assert figures["programs"] == programs
+            assert figures["compile_s"] > 0
+    finally:
+        flex._compiled.cache_clear()
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", correctness.BACKENDS)
+def test_short_documents_are_measured_with_each_backend(backend: str) -> None:
+    variant = steps.SMALL_VARIANTS[-1]
+    with simulated_device():
+        before = steps.make_policy(variant, CUDA).attention_backend
+        figures = steps.measure_step(steps.SHORT, variant, CUDA, backend)
+        assert steps.make_policy(variant, CUDA).attention_backend == before
+    assert figures["attention"] == backend
+    assert figures["tokens_per_s"] > 0
+
+
+def test_documents_of_a_step_have_160_tokens() -> None:
+    (units,) = draw_sets(steps.SHORT, 1)
+    assert {unit.tokens for unit in units} <= set(range(157, 164))
+    assert 90 <= len(units) <= steps.BUDGET // 160
 
 
 def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
@@ -245,10 +300,43 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     recorder = Recorder("B", [tmp_path / "work"], 60)
     shares = zip(cases, (0.3, 0.1, 0.2), strict=True)
     recorder.run([Check(f"step, {name}", lambda x=x: {"share": x}) for name, x in shares])
+    # of another kind of check
+    recorder.run([Check("short documents, flex", lambda: {"share": 0.01})])
     figures = gpu.profile_slowest(cases, HOST, tmp_path / "work", tmp_path)
     assert figures["step"] == f"{variant} dpo"
     assert (tmp_path / "profile.json.gz").exists()
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
+
+
+def test_sharded_weights_are_compared_and_saved_in_another_process(tmp_path: Path) -> None:
+    for _ in range(2):  # again, after a failure
+        figures = sharded.compare_sharded(tmp_path / "work", tmp_path / "sharded.log")
+        assert figures["num_sharded"] == 16
+        assert max(figures["logp_rms"], figures["grad"]) < 1e-3
+        assert figures["unequal_saved"] == 0
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_another_process_that_reads_other_bytes_is_found(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a file instead of the memory of a GPU."""
+    path = tmp_path / "buffer"
+    receiver = "import pathlib, sys; print(sum(pathlib.Path(sys.argv[1]).read_bytes()))"
+
+    def export(buffer: Tensor) -> str:
+        path.write_bytes(buffer.numpy().tobytes()[: len(buffer) - is_damaged])
+        return str(path)
+
+    monkeypatch.setattr(ipc, "RECEIVER", receiver)
+    monkeypatch.setattr(ipc, "export", export)
+    monkeypatch.setattr(
+        ipc, "shareable_buffer", lambda size, device: torch.empty(size, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(ipc, "BYTES", 1000)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    figures = ipc.compare_shared_memory(HOST, tmp_path / "log")
+    assert figures["difference"] == (999 % 251 if is_damaged else 0)
 
 
 # Compared with TRL

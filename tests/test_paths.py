@@ -16,7 +16,6 @@ from tests.errors import check_error, raises_error
 from valence.config.load import load_recipe
 from valence.jobs.row_job import OutputFile
 from valence.runs.folder import RunFolder
-from valence.trainer.methods import method_of
 
 __all__ = ["place"]
 
@@ -56,7 +55,7 @@ def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> No
         "run": {"dir": "~/o", "sinks": [{"kind": "tensorboard", "folder": "~/s"}]},
     }
     (home / "d.jsonl").write_text("")
-    settings = load_recipe(inputs, method_of=method_of, training=False).settings
+    settings = load_recipe(inputs, training=False).settings
     named = {
         name: setting.value
         for name, setting in settings.items()
@@ -70,7 +69,7 @@ def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> No
 def test_a_home_folder_that_is_not_there_is_an_error() -> None:
     settings = {"method": "kto", "model": {"name": "m"}, "run": {"dir": "~nobody-of-this-name/run"}}
     with raises_error("path-no-home", where="run.dir") as raised:
-        load_recipe(settings, method_of=method_of, training=False)
+        load_recipe(settings, training=False)
     assert "~nobody-of-this-name" in raised.error.message
 
 
@@ -90,7 +89,7 @@ def test_a_path_that_no_file_system_can_hold_names_its_setting(
     if "\ud800" in bad:  # of all text in a recipe
         code = "text-encoding"
     with raises_error(code, where=setting) as raised:
-        load_recipe(settings, method_of=method_of, training=False)
+        load_recipe(settings, training=False)
     assert len(str(raised.error)) < 500
 
 

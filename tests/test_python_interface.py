@@ -137,9 +137,8 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
         }
         source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
         from valence.config.load import load_recipe
-        from valence.trainer.methods import method_of
 
-        result = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
+        result = load_recipe(source, overrides, in_memory=["train"]).recipe
         assert (
             result.train.batch_size,
             result.train.seed,
@@ -170,3 +169,28 @@ def test_settings_have_the_errors_of_a_recipe(
     with pytest.raises(UserError):
         valence.train("recipe.yaml", **({"model": "./model"} | settings | {"train.sed": 1}))
     assert not Path("runs").exists()
+
+
+def test_each_call_has_a_new_folder_unless_one_is_named(place: Path) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "run.dir"}
+    options: dict[str, Any] = {"model": "./model", "train": ROWS, "quiet": True, **settings}
+    folders = [valence.train(method="kto", **options).directory for _ in range(2)]
+    assert folders == [Path("runs/kto"), Path("runs/kto-2")]
+    recipe = {"method": "kto", "run": {"dir": "runs/kto"}}
+    assert valence.train(recipe, **options).directory == Path("runs/kto")  # it is finished
+    assert not Path("runs/kto-3").exists()
+
+
+def test_errors_name_arguments_and_no_options(place: Path) -> None:
+    options: dict[str, Any] = {"method": "kto", "model": "./model", "quiet": True, **SETTINGS}
+    valence.train(train=ROWS, **options)
+    with raises_error("run-differs", fix='allow=["train.seed", "data.train"]; or start') as raised:
+        valence.train(train=ROWS[:5], **options, **{"train.seed": 3})
+    assert "fresh=True" in (raised.error.fix or "")
+    assert "--" not in str(raised.error)
+    run = valence.train(
+        train=ROWS[:5], **options, **{"train.seed": 3}, allow=["data.train", "train.seed"]
+    )
+    assert run.finished or run.step
+    with raises_error("allow-unknown-setting", where="allow"):
+        valence.train(train=ROWS, **options, allow=["data.trian"])

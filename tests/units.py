@@ -13,11 +13,11 @@ import torch
 from tests.tiny_models import tiny
 from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
+from valence.methods import method_of
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.values import add_values
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
@@ -76,6 +76,8 @@ def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
     ]
 
 
+ADVANTAGES = {name: row.advantage for name, row in LOSSES.items() if row.advantage is not None}
+"""The advantage function of each built-in method."""
 SAMPLED = ("adv", "old", "return", "sampler", "value")
 """What is known of the tokens of answers that were sampled, in a recipe with a reward."""
 
@@ -133,7 +135,7 @@ def models_for(name: str) -> tuple[PolicyModel, Reference | None]:
     """What a row of the table of losses is run with: policy and reference, or a reward model."""
     from tests.models.test_scores import reward_model
 
-    loss = LOSSES[name]
+    loss = method_of(name).loss
     if not loss.is_reward_model:
         return policy_and_reference()
     levels = 5 if "levels" in loss.settings else None
@@ -145,8 +147,8 @@ def units_for(name: str, count: int = 9, seed: int = 0) -> list[TokenizedExample
     """Units that a row of the table of losses reads; a reward model's with targets, of which some
     may be missing.
     """
-    result = units(LOSSES[name].data, count, seed)
-    if LOSSES[name].data != "scored":
+    result = units(method_of(name).loss.data, count, seed)
+    if method_of(name).loss.data != "scored":
         return result
     if name == "ordinal":
         return [replace(unit, scores=(float(1 + i % 5),)) for i, unit in enumerate(result)]
@@ -165,7 +167,7 @@ def objective(
     max_length: int = 64,
     **settings: Any,
 ) -> Objective:
-    method = METHODS[name]
+    method = method_of(name)
     return Objective(
         method,
         method.resolve(settings),

@@ -4,27 +4,19 @@ demonstrations.
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from valence.version import __version__
 
-# Before torch starts its threads: by default they wait by spinning, which on a busy machine slows
-# everything several times.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Micro-batches of many sizes would fragment the memory of a CUDA device. Only Linux supports this.
-ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
-if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
 if TYPE_CHECKING:
-    from valence.api import Run, Trainer, build_run, logprobs, train
+    from valence.api import Callback, Run, Trainer, build_run, logprobs, train
     from valence.errors import UserError
-    from valence.losses import LOSSES
+    from valence.losses import LOSSES, Loss
 
 __all__ = [
     "LOSSES",
+    "Callback",
+    "Loss",
     "Run",
     "Trainer",
     "UserError",
@@ -35,9 +27,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("train", "build_run", "logprobs", "Run", "Trainer"), "valence.api"),
+    **dict.fromkeys(
+        ("train", "build_run", "logprobs", "Run", "Trainer", "Callback"), "valence.api"
+    ),
     "UserError": "valence.errors",
     "LOSSES": "valence.losses",
+    "Loss": "valence.losses",
 }
 
 

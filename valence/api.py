@@ -4,7 +4,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from valence.distributed.process_group import Group, start
 from valence.errors import UserError
 from valence.lifecycle.finish import run_to_end
 from valence.lifecycle.start import build_run, terminal_of
+from valence.losses import Loss
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
 from valence.models.policy_model import PolicyModel
@@ -33,8 +34,9 @@ from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
 from valence.runs.signals import Stop
 from valence.terminal import print_message
+from valence.trainer.callbacks import Callback, CallbackLike, Callbacks
 from valence.trainer.optim import OptimizerLike, SchedulerLike
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.trainer import Trainer
 from valence.types import Kind
 
 Run = Trainer
@@ -44,7 +46,7 @@ Run = Trainer
 def train(
     recipe: str | Path | Mapping[str, Any] | None = None,
     *,
-    method: str | None = None,
+    method: str | Loss | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -54,7 +56,7 @@ def train(
     train: Rows | PathOrPaths | Mapping[str, Any] | None = None,
     eval: Rows | PathOrPaths | Mapping[str, Any] | float | None = None,
     sinks: Sequence[Sink] = (),
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[CallbackLike] = (),
     fresh: bool = False,
     allow: Sequence[str] = (),
     quiet: bool = False,
@@ -75,6 +77,10 @@ def train(
     the section of that name (``train={"batch_size": 8}``). Unknown names and wrong types raise the
     same errors as in a recipe.
 
+    method may also be a loss, as a function or a ``valence.Loss``, or an advantage function for
+    online training; ``reward`` a function, or a list of functions, names and sections. See the page
+    on extending Valence for what they take and return.
+
     model: a name or folder, or a loaded model (of transformers or PEFT), which replaces
     ``model.name``. The object itself is trained: it gets the new weights, in the dtype and on the
     device of the run, or the new adapter over frozen weights, and its dropout is 0. Unless
@@ -86,10 +92,11 @@ def train(
     Another mapping is the section ``train`` or ``eval`` of a recipe. eval may also be the share of
     the training rows to hold out, such as 0.1.
     optimizer: an object, or a function that takes the list of trained weights. scheduler: an
-    object, or a function that takes the optimizer. callbacks: functions that take the run and a
-    record of the log; they are called for each record.
+    object, or a function that takes the optimizer. callbacks: objects of ``valence.Callback`` or
+    ``transformers.TrainerCallback``, or functions that take the run and a record of the log.
 
-    If the folder (``run.dir``) already contains a run, it resumes from its last checkpoint; a
+    Each call writes to a new folder (``runs/kto``, ``runs/kto-2``, ...), unless ``run.dir`` is set,
+    also in a recipe. If that folder already contains a run, it resumes from its last checkpoint; a
     finished run is only loaded.
     fresh: rename that folder and start over. allow: settings, or sections such as ``data``, that
     may differ from those of the resumed run.
@@ -123,7 +130,7 @@ def train(
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
-    with stop.listening(), _same_mode(loaded):
+    with stop.listening(), _same_mode(loaded), _with_arguments_named():
         run = build_run(
             recipe,
             overrides,
@@ -134,7 +141,7 @@ def train(
             scheduler=scheduler,
             rows=rows,
             sinks=sinks,
-            callbacks=callbacks,
+            callbacks=[Callbacks(callbacks)],  # raises before a model is loaded
             fresh=fresh,
             allow=allow,
             quiet=quiet,
@@ -142,11 +149,22 @@ def train(
             command=command,
             stop=stop,
             group=group,
+            new_folder=True,
         )
         run = run if run.finished else run_to_end(run)
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
     return run
+
+
+@contextmanager
+def _with_arguments_named() -> Iterator[None]:
+    """Errors raised in the block name arguments of ``train``, not options of the command."""
+    try:
+        yield
+    except UserError as error:
+        error.name_arguments()
+        raise
 
 
 @contextmanager
@@ -256,4 +274,4 @@ def logprobs(
     return [results[key] for key in sorted(results)]
 
 
-__all__ = ["LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]
+__all__ = ["Callback", "LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,19 @@ class UserError(Exception):
         # pickled for another process; exceptions are created from their text alone by default
         return _unpickle, (self.facts, self._problems)
 
+    def name_arguments(self) -> None:
+        """Name arguments of ``valence.train`` in place of the options of the command."""
+        for problem in self._problems:
+            problem.name_arguments()
+        UserError.__init__(
+            self,
+            _with_arguments(self.message),
+            code=self.code,
+            where=self.where and _with_arguments(self.where),
+            fix=self.fix and _with_arguments(self.fix),
+            problems=self._problems,
+        )
+
     @property
     def problems(self) -> tuple[UserError, ...]:
         """The mistakes that this error lists, or else the error itself."""
@@ -125,6 +139,17 @@ class UserError(Exception):
     def facts(self) -> dict[str, str | None]:
         """The arguments to create the error in another process, without ``problems``."""
         return {"message": self.message, "code": self.code, "where": self.where, "fix": self.fix}
+
+
+def _with_arguments(text: str) -> str:
+    """The text with arguments of ``valence.train`` in place of options of `valence train`."""
+    text = re.sub(r"`valence train RECIPE --fresh`|--fresh", "fresh=True", text)
+    text = re.sub(r"(?:--allow [\w.]*\w ?)*--allow [\w.]*\w", _allow_argument, text)
+    return re.sub(r"^--allow$", "allow", text).replace("the same command", "the same call")
+
+
+def _allow_argument(options: re.Match[str]) -> str:
+    return f"allow={json.dumps(options[0].replace('--allow', '').split())}"
 
 
 def _unpickle(facts: Mapping[str, Any], problems: Sequence[UserError]) -> UserError:

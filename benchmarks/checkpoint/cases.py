@@ -18,7 +18,8 @@ from benchmarks.checkpoint import THREADS
 from benchmarks.crash.cases import make_model
 from valence.distributed.process_group import Group
 from valence.models.build import load_tokenizer
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.callbacks import CallbackLike
+from valence.trainer.trainer import Trainer
 
 ROWS, BATCH = 16, 2
 
@@ -68,7 +69,7 @@ def build(
     case: Case,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    callbacks: tuple[Callback, ...] = (),
+    callbacks: tuple[CallbackLike, ...] = (),
     group: Group | None = None,
     **sections: Any,
 ) -> Trainer:

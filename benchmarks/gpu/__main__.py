@@ -1,9 +1,10 @@
 """python -m benchmarks.gpu PART [--out FOLDER] [--until TIME] [--retry] [--rehearse]
 
 A, is it right? Attention of packed sequences against one sequence at a time and against figures of
-a CPU, the head, steps of KTO, DPO and GRPO, tiny runs, a run that is killed and resumed, and the
-tests for GPUs. B, is it fast? Steps of models of 1.5 and 8 billion weights, their memory against
-its prediction, and attention. C: steps of KTO in turn with TRL.
+a CPU, the head, steps of KTO, DPO and GRPO, memory that two processes share, tiny runs, a run that
+is killed and resumed, sharded weights, and the tests for GPUs. B, is it fast? Steps of models of
+1.5 and 8 billion weights, their memory against its prediction, attention, its programs for several
+sizes, and steps of short documents with each attention backend. C: steps of KTO in turn with TRL.
 
 Each result is printed and written to ``results.jsonl`` at once. The same command goes on after the
 checks that have a result. --retry: run those again that failed or missed a limit. --until: the end
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import attention, correctness, peer, steps, training
+from benchmarks.gpu import attention, correctness, ipc, peer, sharded, steps, training
 from benchmarks.gpu.results import Check, Recorder, kill_processes, read_results, run_process
 from benchmarks.step.cases import TINY, Case
 
@@ -80,12 +81,34 @@ def part_a(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
                 maxima=correctness.STEP_LIMITS[dtype],
                 fix="compare the log-probabilities of single micro-batches with those of a CPU",
             )
+    if not rehearses:  # CPUs have no such memory
+        yield Check(
+            "ipc",
+            partial(ipc.compare_shared_memory, device, out / "logs" / "ipc.log"),
+            maxima={"difference": 0},
+            fix="rollout.transport=disk for a server on the GPU of training",
+        )
     yield Check(
         "run, kto, again, and killed and resumed with an empty cache",
         partial(training.compare_runs, work / "kto", out / "logs"),
         maxima={"unequal_again": 0, "unequal_resumed": 0},
         fix="unequal again: find the kernel that adds in random order (VALENCE_ATTENTION=sdpa). "
         "Only unequal resumed: the compiler chose other kernels (train.compile=off)",
+        is_background=True,
+    )
+    yield Check(
+        "sharded",
+        partial(sharded.compare_sharded, work / "sharded", out / "logs" / "sharded.log"),
+        maxima={
+            **{
+                name: correctness.PACKED_LIMITS[torch.bfloat16][name]
+                for name in ("logp_rms", "grad")
+            },
+            "unequal_saved": 0,
+        },
+        minima={"num_sharded": 1},
+        fix="values: try train.compile=off, then parallel.shard=off. Unequal saved: "
+        "run.async_save=false",
         is_background=True,
     )
     for kind in ("grpo", "qlora"):
@@ -159,6 +182,22 @@ def part_b(device: torch.device, work: Path, out: Path) -> Iterator[Check]:
                 f"attention, {case}, {backend}",
                 partial(attention.measure_attention, case, backend, device),
             )
+    counted = (
+        (attention.SMALL_PROGRAM_CASE, attention.SMALL_SIZES)
+        if rehearses
+        else (attention.PROGRAM_CASE, attention.SIZES)
+    )
+    for variant in attention.VARIANTS:
+        yield Check(
+            f"programs, {variant}",
+            partial(attention.measure_programs, *counted, variant, device),
+        )
+    variant = (steps.SMALL_VARIANTS if rehearses else steps.VARIANTS)[-1]
+    for backend in correctness.BACKENDS:
+        yield Check(
+            f"short documents, {variant}, {backend}",
+            partial(steps.measure_step, steps.SHORT, variant, device, backend),
+        )
 
 
 def profile_slowest(
@@ -168,7 +207,7 @@ def profile_slowest(
     shares = {
         result.name.removeprefix("step, "): result.figures["share"]
         for result in read_results(work)
-        if result.part == "B" and "share" in result.figures
+        if result.part == "B" and result.name.startswith("step, ") and "share" in result.figures
     }
     return steps.profile_step(*cases[min(shares, key=shares.__getitem__)], device, out)
 

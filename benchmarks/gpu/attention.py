@@ -1,13 +1,18 @@
-"""Part B: how fast is attention, with a program for each size and with one for all sizes?"""
+"""Part B: how fast is attention, with a program for each size and with one for all sizes, and how
+long are these programs compiled?
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.steps import median_seconds, release_memory, synchronize
@@ -65,15 +70,20 @@ class AttentionCase:
 
 
 CASES = (
+    AttentionCase(16_384, 160),
     AttentionCase(16_384, 600),
     AttentionCase(16_384, 4096),
     AttentionCase(16_384, 300, has_prefix=True),
 )
 SMALL_CASES = (
+    AttentionCase(480, 160, heads=4, kv_heads=2, head_dim=16),
     AttentionCase(256, 64, heads=4, kv_heads=2, head_dim=16),
     AttentionCase(1024, 60, heads=4, kv_heads=2, head_dim=16, has_prefix=True),
 )
 """Without a GPU."""
+SIZES, SMALL_SIZES = (8192, 12_288, 16_384), (256, 384, 512)
+"""Numbers of rows for which programs are counted; the latter without a GPU."""
+PROGRAM_CASE, SMALL_PROGRAM_CASE = CASES[1], SMALL_CASES[1]
 
 
 def backends_for(case: AttentionCase) -> tuple[str, ...]:
@@ -86,27 +96,8 @@ def measure_attention(case: AttentionCase, backend: str, device: torch.device) -
 
     FlashAttention attends to copies of shared prefixes.
     """
-    release_memory(device)
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, case.rows, case.head_dim).to(device, torch.bfloat16).requires_grad_()
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
-    )
-    table, scale = segment_table(case.segments), case.head_dim**-0.5
-    segments = segments_of(table)
-    if is_flex(backend):
-        call = partial(Visible(segments, (0,), device, backend), q, k, v, scale, 0, 0.0)
-    elif backend == "flash":
-        layout = Layout(table, None, scale, runs=packed_runs(segments, device))
-        call = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
-    else:
-        call = partial(_separate_documents, q, k, v, case)
+    run, call = _passes(case, backend, device)
     start = time.perf_counter()
-    grad = torch.ones_like(call())
-
-    def run() -> None:
-        torch.autograd.grad(call(), (q, k, v), grad)
-
     run()
     synchronize(device)
     first = time.perf_counter() - start
@@ -118,8 +109,62 @@ def measure_attention(case: AttentionCase, backend: str, device: torch.device) -
         "forward_tflops": case.flops / forward / 1e12,
         "backward_ms": backward * 1e3,
         "backward_tflops": 2.5 * case.flops / backward / 1e12,
+        "tokens_per_s": case.rows / (forward + backward),
         "first_s": first,
     }
+
+
+def measure_programs(
+    case: AttentionCase, sizes: Sequence[int], variant: FlexVariant, device: torch.device
+) -> dict[str, float]:
+    """Count the programs that a case needs with several numbers of rows, without any of earlier
+    checks and starts, and measure the seconds of their compilation.
+    """
+    torch.compiler.reset()
+    before, compilation = counters["stats"]["unique_graphs"], 0.0
+    with fresh_cache():
+        for rows in sizes:
+            run, _ = _passes(replace(case, rows=rows), variant, device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            compilation += time.perf_counter() - start - median_seconds(run, device)
+    programs = counters["stats"]["unique_graphs"] - before
+    return {"sizes": len(sizes), "programs": programs, "compile_s": compilation}
+
+
+def _passes(
+    case: AttentionCase, backend: str, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], Tensor]]:
+    """Return a function that runs the forward and the backward pass, and one that runs the former.
+
+    On a CPU both are the forward pass: FlexAttention has no gradient there.
+    """
+    release_memory(device)
+    torch.manual_seed(0)
+    has_gradient = device.type == "cuda"
+    q, k, v = (
+        torch.randn(1, heads, case.rows, case.head_dim)
+        .to(device, torch.bfloat16)
+        .requires_grad_(has_gradient)
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    table, scale = segment_table(case.segments), case.head_dim**-0.5
+    segments = segments_of(table)
+    if is_flex(backend):
+        call = partial(Visible(segments, (0,), device, backend), q, k, v, scale, 0, 0.0)
+    elif backend == "flash":
+        layout = Layout(table, None, scale, runs=packed_runs(segments, device))
+        call = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
+    else:
+        call = partial(_separate_documents, q, k, v, case)
+    grad = torch.ones_like(q)
+
+    def run() -> object:
+        out = call()
+        return torch.autograd.grad(out, (q, k, v), grad.view(out.shape))
+
+    return run if has_gradient else call, call
 
 
 def _separate_documents(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:

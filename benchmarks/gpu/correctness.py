@@ -28,10 +28,10 @@ from benchmarks.step.cases import Case, Shape
 from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.head import HEAD_BACKENDS
 from valence.models.policy_model import PolicyModel
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExample
 
@@ -158,7 +158,7 @@ def policy_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> PolicyM
     return build_policy(random_model(shape).to(device), dtype=dtype)  # pyright: ignore[reportArgumentType]
 
 
-def _slopes(batch: MicroBatch) -> Tensor:
+def slopes(batch: MicroBatch) -> Tensor:
     """The gradient of each log-probability [T]."""
     return torch.from_numpy(np.random.RandomState(2).standard_normal(len(batch.tokens))).float()
 
@@ -189,14 +189,12 @@ def compare_packed(
     logps, grads = _values_and_gradients(policy, shape, backend)
     exact = expected_figures(shape)["packed"]
     difference = logps - expected
-    error = torch.stack([(grads[n] - expected_grads[n]).norm() for n in grads]).norm()
-    norm = torch.stack([grad.norm() for grad in expected_grads.values()]).norm()
     exact_norm = torch.tensor(list(exact["grad_norms"].values())).norm()
     return {
-        "logp_rms": _rms(difference),
+        "logp_rms": rms(difference),
         "logp_max": difference.abs().max().item(),
-        "grad": (error / norm).item(),
-        "cpu_logp_rms": _rms(logps - torch.tensor(exact["logps"])),
+        "grad": relative_distance(grads, expected_grads),
+        "cpu_logp_rms": rms(logps - torch.tensor(exact["logps"])),
         "cpu_grad_norms": max(
             abs(grads[name].norm().item() - value) for name, value in exact["grad_norms"].items()
         )
@@ -208,7 +206,7 @@ def _values_and_gradients(
     policy: PolicyModel, shape: Shape, backend: str | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The log-probabilities of the scored tokens, and the gradient of their sum weighted by
-    ``_slopes``, by the name of the weight. backend: None for one sequence at a time.
+    ``slopes``, by the name of the weight. backend: None for one sequence at a time.
     """
     batch = long_batch(shape.vocabulary, policy.device)
     before = policy.attention_backend
@@ -217,7 +215,7 @@ def _values_and_gradients(
         policy.zero_grad()
         policy.max_joint_rows = 0
         logp = policy(batch).logp
-        (logp * _slopes(batch).to(policy.device)).sum().backward()
+        (logp * slopes(batch).to(policy.device)).sum().backward()
         grads = {
             name.removeprefix("model."): p.grad.float().cpu()
             for name, p in policy.causal.named_parameters()
@@ -230,8 +228,15 @@ def _values_and_gradients(
         policy.zero_grad()
 
 
-def _rms(values: Tensor) -> float:
+def rms(values: Tensor) -> float:
     return values.square().mean().sqrt().item()
+
+
+def relative_distance(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of two gradients, relative to that of the second."""
+    error = torch.stack([(grads[name] - value).norm() for name, value in expected.items()]).norm()
+    norm = torch.stack([value.norm() for value in expected.values()]).norm()
+    return (error / norm).item()
 
 
 # ---------------------------------------------------------------- steps
@@ -251,7 +256,7 @@ def compare_step(
     margins = torch.tensor(figures["margins"]), torch.tensor(exact["margins"])
     return {
         "loss": abs(figures["loss"] - exact["loss"]),
-        "margins": _rms(margins[0] - margins[1]) / _rms(margins[1]),
+        "margins": rms(margins[0] - margins[1]) / rms(margins[1]),
         "grad_norm": abs(figures["grad_norm"] / exact["grad_norm"] - 1),
     }
 
@@ -361,13 +366,13 @@ def compute_figures(shape: Shape) -> dict[str, Any]:
     batch, host = long_batch(shape.vocabulary, torch.device("cpu")), torch.device("cpu")
     logps = torch.zeros(len(batch.tokens), dtype=torch.float64)
     examples = long_examples(shape.vocabulary)
-    slopes = _slopes(batch)
+    weights = slopes(batch)
     for s in range(batch.sequences):
         rows = torch.nonzero(batch.loss_mask & (batch.sequence_ids == s)).squeeze(1)
         example = examples[int(batch.unit[s])]
         values = completion_logps(model, example, int(batch.side[s]))
         if batch.requires_grad[s]:
-            (values * slopes[rows]).sum().backward()
+            (values * weights[rows]).sum().backward()
         logps[rows] = values.detach()
     norms = {
         name.removeprefix("model."): round(p.grad.norm().item(), 6)

@@ -26,9 +26,9 @@ from benchmarks.parity.cases import z0_of_trl
 from benchmarks.step.cases import TINY, Case
 from benchmarks.step.inputs import EOS, MAX_LENGTH, config_of, draw_sets, padded_tokens
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.compiling import compile_layers
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import TokenizedExample
 

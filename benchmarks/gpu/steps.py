@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
+from benchmarks.step.cases import PROMPT_400, TINY, Case, Lengths, Shape
 from benchmarks.step.floor import work_of
 from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.checkpointing import Checkpointing
@@ -32,7 +33,6 @@ from valence.models.head import Head
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import shape_of, skeleton_of
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 
@@ -49,6 +49,10 @@ CASES = (
     Case("dpo", "dpo", prompts=32, answers=2),
     Case("grpo 8@400", "grpo", prompts=8, answers=8, prompt=PROMPT_400),
 )
+SHORT = Case(
+    "sft, documents of 160", "sft", prompts=96, prompt=Lengths(100, 101), completion=Lengths(60, 61)
+)
+"""A micro-batch of many short documents."""
 PROMPTS_ON_A_CPU = 2
 
 
@@ -212,9 +216,10 @@ def make_policy(variant: Variant, device: torch.device) -> PolicyModel:
     return policy
 
 
-def make_step(
-    case: Case, variant: Variant, device: torch.device
-) -> tuple[PolicyModel, list[TokenizedExample], Callable[[], float]]:
+Step = tuple[PolicyModel, list[TokenizedExample], Callable[[], float]]
+
+
+def make_step(case: Case, variant: Variant, device: torch.device) -> Step:
     """Return a policy, the rows of a step, and a function that runs it and returns its loss."""
     # The policy of another variant goes first: both together may not fit.
     policy = make_policy(variant, device)
@@ -246,12 +251,25 @@ def make_step(
     return policy, units, run
 
 
-def measure_step(case: Case, variant: Variant, device: torch.device) -> dict[str, Any]:
-    """Measure a step: tokens per second; the share of the operations per second of a large product
-    that its necessary operations are; the memory of tensors and that which PyTorch reserved (GB),
-    and both relative to the estimate for tensors.
+def measure_step(
+    case: Case, variant: Variant, device: torch.device, attention: str | None = None
+) -> dict[str, Any]:
+    """Measure a step, with this attention backend if one is named: tokens per second; the share of
+    the operations per second of a large product that its necessary operations are; the memory of
+    tensors and that which PyTorch reserved (GB), and both relative to the estimate for tensors.
     """
-    policy, units, run = make_step(case, variant, device)
+    step = make_step(case, variant, device)
+    policy = step[0]
+    default = policy.attention_backend
+    policy.lay_out(packed=policy.packs, attention=attention)
+    try:
+        return _measure(case, variant, device, step)
+    finally:  # the policy is used again
+        policy.lay_out(packed=policy.packs, attention=default)
+
+
+def _measure(case: Case, variant: Variant, device: torch.device, step: Step) -> dict[str, Any]:
+    policy, units, run = step
     repeats = REPEATS if torch.cuda.is_available() else 1
     seconds = median_seconds(run, device, repeats)
     if device.type == "cuda":

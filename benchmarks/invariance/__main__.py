@@ -19,10 +19,10 @@ import torch
 
 from valence.data.sampler import canonical_order
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 

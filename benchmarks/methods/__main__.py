@@ -23,8 +23,8 @@ from benchmarks.methods import rows
 from benchmarks.methods.cases import CASES, QUICK, Case
 from examples.demo import assets
 from valence.api import build_run
+from valence.methods import METHODS
 from valence.models.build import load_model, load_tokenizer
-from valence.trainer.methods import METHODS
 
 QUICK_STEPS = 5
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from valence.trainer.methods import METHODS
+from valence.methods import METHODS
 
 Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 

@@ -17,7 +17,6 @@ from benchmarks.parity.cases import ROWS
 from examples.demo import assets
 from valence.config.load import load_recipe
 from valence.models.build import load_model
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
@@ -143,7 +142,6 @@ def _encoded(method: str, model: Path, folder: Path) -> tuple[TokenizedExample, 
     data = {"train": [{"path": str(folder / f"{method}_en_demo.json")}], "max_length": MAX_LENGTH}
     recipe = load_recipe(
         {"method": method, "model": {"name": str(model), "dtype": "float32"}, "data": data},
-        method_of=method_of,
     )
     return tuple(sorted(prepare(recipe).corpora["train"].units, key=lambda unit: unit.tokens))
 

@@ -21,11 +21,11 @@ from benchmarks.parity.halos_formulas import HalosStep, halos
 from benchmarks.parity.inputs import Inputs, as_kind, shortened
 from benchmarks.peers import peer_environment
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.reports.metrics import Meter
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective
 from valence.types import Mean, TokenizedExample
 

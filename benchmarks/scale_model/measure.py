@@ -22,12 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from valence.distributed.fsdp2 import shard
 from valence.distributed.process_group import Group, SingleProcess, gather_objects, start
+from valence.methods import METHODS
 from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import decoder_layers, shape_of
 from valence.models.speed import Work
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective, optimizer_step
 from valence.types import Origin, TokenizedCompletion, TokenizedExample
 

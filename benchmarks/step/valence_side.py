@@ -21,11 +21,11 @@ from benchmarks.step.memory import peak_above_idle
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.process_group import SingleProcess
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
-from valence.trainer.methods import METHODS
 from valence.trainer.prefetch import Prefetcher
 from valence.trainer.step import Objective, StepPlan
 from valence.types import TokenizedExample

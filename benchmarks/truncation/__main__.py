@@ -41,8 +41,8 @@ from transformers.utils.logging import disable_progress_bar
 import valence
 from valence.losses import LOSSES
 from valence.losses.advantage import gae
-from valence.trainer.methods import ONLINE, Method
-from valence.trainer.sample_builders import AdvantageBuilder
+from valence.methods import ONLINE, Method
+from valence.methods.sample_builders import AdvantageBuilder
 from valence.types import Completion
 
 REWARD, MAX_NEW_TOKENS = 1.0, 16

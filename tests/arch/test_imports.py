@@ -17,6 +17,7 @@ import pytest
 
 import valence
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown, tree
+from valence import cli
 
 LAYERS = (
     "version",
@@ -27,6 +28,8 @@ LAYERS = (
     "batching",
     "distributed",
     "losses",
+    "user_code",
+    "methods",
     "models",
     "data",
     "rollouts",
@@ -44,14 +47,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "files": (),
     "terminal": (),
     "types": (),
-    "config": ("types", "files", "network", "data.sources"),
+    "config": ("types", "files", "network", "methods", "user_code", "data.sources"),
     "batching": ("types",),
     "distributed": ("terminal",),
     "losses": ("types",),
+    "user_code": (),
+    "methods": ("types", "losses", "user_code", "data.kind_names"),
     "models": ("types", "network", "files", "version"),
     "data": ("types", "checksums", "files", "network"),
     "rollouts": ("types", "network", "files"),
-    "rewards": ("types", "network", "checksums", "files", "version"),
+    "rewards": ("types", "user_code", "network", "checksums", "files", "version"),
     "runs": ("types", "distributed", "checksums", "files", "terminal", "version"),
     "reports": (
         "types",
@@ -64,6 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "export": ("types", "files", "data", "rollouts", "runs.store"),
     "evaluation": (
+        "user_code",
         "checksums",
         "files",
         "types",
@@ -321,7 +327,7 @@ STATEMENTS = (
     "import valence",
     "import valence.config.load",
     "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
-    "from valence.trainer.methods import METHODS, ONLINE; [m.settings for m in "
+    "from valence.methods import METHODS, ONLINE; [m.settings for m in "
     "(*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
 )
@@ -469,13 +475,31 @@ def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
 def test_memory_of_a_device_is_in_segments_that_can_grow_unless_set_otherwise(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in valence.ALLOCATOR_VARIABLES:
+    for name in cli.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     names = "'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'"
-    printed = run_python(f"import os, valence; print(*map(os.environ.get, ({names})))")
-    assert printed.strip() == expected
+    code = (
+        f"import atexit, os, sys; atexit.register(lambda: print(*map(os.environ.get, ({names}))))"
+    )
+    printed = run_python(
+        f"{code}; from valence import cli; sys.argv = ['valence', '--version']\ncli.main()"
+    )
+    assert printed.splitlines()[-1] == expected
+
+
+def test_importing_valence_changes_no_variable_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM", *cli.ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    code = (
+        "import os; before = dict(os.environ); import valence; valence.train; valence.LOSSES; "
+        "print({name for name, value in os.environ.items() if before.get(name) != value})"
+    )
+    # PyTorch sets this one.
+    assert run_python(code).strip() in ("set()", "{'TORCHINDUCTOR_CACHE_DIR'}")
 
 
 def test_the_package_is_where_the_tests_look() -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from valence.config.learning_rates import LEARNING_RATES
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.lifecycle.resume import with_recorded
+from valence.methods import METHODS, ONLINE
+from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.speed import automatic_dtype
-from valence.trainer.methods import METHODS, ONLINE, method_of
 from valence.trainer.prepare import with_dtype
 
 
 def loaded(method: str = "kto", online: bool = False, **sections: Any) -> LoadedRecipe:
     reward = {"reward": "exact_match"} if online else {}
     recipe = {"method": method, "model": {"name": "m"}, **reward, **sections}
-    return load_recipe(recipe, method_of=method_of, training=False)
+    return load_recipe(recipe, training=False)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_learning_rate_of_the_recipe_stays(tmp_path: Path) -> None:
     assert loaded(train={"learning_rate": "auto"}).recipe.train.learning_rate == 1e-6
     written = tmp_path / "config.yaml"
     written.write_text(loaded().to_yaml())
-    again = load_recipe(written, ["model.lora={}"], method_of=method_of, training=False)
+    again = load_recipe(written, ["model.lora={}"], training=False)
     assert again.recipe.train.learning_rate == 1e-6  # of a run, whatever the table says by now
 
 

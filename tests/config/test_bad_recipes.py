@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.facts import GOOD, MEANING, check_recipe_error, load_error, method_of
+from tests.config.facts import GOOD, MEANING, check_recipe_error, load_error
 from valence.config.describe import settings_table
 from valence.config.load import load_recipe
 from valence.config.messages import ALSO_CALLED
@@ -98,7 +98,7 @@ def test_bad_files(name: str, folder: Path):
 @pytest.mark.parametrize("line_end", [b"\r\n", b"\r"])
 def test_other_line_ends_are_no_problem(line_end: bytes, folder: Path):
     (folder / "r.yaml").write_bytes(GOOD.encode().replace(b"\n", line_end))
-    assert load_recipe("r.yaml", method_of=method_of).settings["model.name"].origin == "r.yaml:3"
+    assert load_recipe("r.yaml").settings["model.name"].origin == "r.yaml:3"
 
 
 def test_a_missing_recipe_names_the_nearest(folder: Path):

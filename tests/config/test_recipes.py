@@ -11,9 +11,10 @@ import pytest
 
 from tests.large_models import SHAPES, plan_large, use_gpus
 from valence.config.load import load_recipe
+from valence.config.needs import method_in
+from valence.methods import METHODS, ONLINE
 from valence.models.memory import Split
 from valence.planning.plan import Plan
-from valence.trainer.methods import METHODS, ONLINE, method_in, method_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -24,16 +25,14 @@ def test_a_shipped_recipe_loads_anywhere(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    loaded = load_recipe(path, method_of=method_of)
+    loaded = load_recipe(path)
     assert loaded.recipe.run.dir == f"runs/{path.stem}"
     Path("config.yaml").write_text(loaded.to_yaml())
-    assert load_recipe("config.yaml", method_of=method_of).recipe == loaded.recipe
+    assert load_recipe("config.yaml").recipe == loaded.recipe
 
 
 def test_every_kind_of_rows_has_a_recipe():
-    used = [
-        method_in(load_recipe(path, method_of=method_of, training=False).recipe) for path in RECIPES
-    ]
+    used = [method_in(load_recipe(path, training=False).recipe) for path in RECIPES]
     assert {method.kind for method in used} == {
         method.kind for method in (*METHODS.values(), *ONLINE.values())
     }
@@ -48,7 +47,7 @@ def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str)
         "data": {"train": rows},
         "reward": "vader",
     }
-    loaded = load_recipe(settings, method_of=method_of)
+    loaded = load_recipe(settings)
     assert loaded.recipe.loss.keys() >= ONLINE[name].loss.settings.keys()
 
 
@@ -57,7 +56,6 @@ def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "feedback.jsonl")
     loaded = load_recipe(
         {"method": name, "model": {"name": "some/model"}, "data": {"train": rows}},
-        method_of=method_of,
     )
     assert loaded.recipe.loss.keys() == METHODS[name].loss.settings.keys()
 
@@ -105,7 +103,7 @@ def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
     planned: Plans, name: str, gpus: int, split: Split, tokens: int, predicted: float
 ):
     result = planned(name, gpus)
-    model = load_recipe(ROOT / "recipes" / f"{name}.yaml", method_of=method_of).recipe.model
+    model = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe.model
     assert result.shape.parameters == SHAPES[model.name][2]
     assert result.split == split
     assert result.micro_batch_tokens == tokens  # what the recipe says, or what it would find

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.config import facts
 from tests.config.facts import GOOD, check_recipe_error, load_error
 from tests.errors import raises_error
+from tests.units import ADVANTAGES
 from valence.config.load import load_recipe
-from valence.losses.advantage import CREDITS
-from valence.trainer.methods import ONLINE, method_of
+from valence.methods import ONLINE
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +225,7 @@ EFFECTIVE: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", EFFECTIVE)
 def test_settings_that_make_sense(name: str, folder: Path):
     (folder / "r.yaml").write_text(GOOD)
-    load_recipe("r.yaml", EFFECTIVE[name], method_of=facts.method_of)
+    load_recipe("r.yaml", EFFECTIVE[name])
 
 
 # Sampling from a part of the vocabulary (rollout.top_p below 1)
@@ -240,10 +239,10 @@ def load_top_p(method: str, *overrides: str) -> float:
         "data": {"train": "feedback.jsonl"},
         "rollout": {"num_rollouts": 4},
     }
-    return load_recipe(recipe, overrides, method_of=method_of).recipe.rollout.top_p
+    return load_recipe(recipe, overrides).recipe.rollout.top_p
 
 
-@pytest.mark.parametrize("method", CREDITS)
+@pytest.mark.parametrize("method", ADVANTAGES)
 @pytest.mark.parametrize("correction", ["2.0", "null"])
 def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     method: str, correction: str
@@ -256,6 +255,6 @@ def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     assert load_top_p(method, f"loss.correction={correction}") == 1
 
 
-@pytest.mark.parametrize("method", sorted(ONLINE.keys() - CREDITS.keys()))
+@pytest.mark.parametrize("method", sorted(ONLINE.keys() - ADVANTAGES.keys()))
 def test_methods_that_learn_from_completions_as_data_may_sample_from_a_part(method: str):
     assert load_top_p(method, "rollout.top_p=0.9") == 0.9

@@ -26,11 +26,11 @@ from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
 from valence.losses.average import Average, counts, divisors
 from valence.losses.stats import RewardShift, moments, powers, reference_point
+from valence.methods import METHODS, method_of
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer
 from valence.reports.metrics import Meter
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective, StepResult
 from valence.types import Mean, MicroBatch, PolicyOutput, TokenizedExample
 
@@ -136,7 +136,7 @@ def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_o
         same_however_cut(name, {**EVERY, "value": True}, valued(), sampled(), budgets)
     else:
         same_however_cut(name, EVERY, models_of(name), sampled(), budgets)
-    assert not LOSSES[name].refers(METHODS[name].resolve({}))
+    assert not LOSSES[name].refers(method_of(name).resolve({}))
     same_however_cut(name, {}, (models_of(name)[0], None), sampled(), budgets)
 
 

@@ -23,7 +23,7 @@ from tests.units import objective, policy_and_reference, units, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES, Loss
 from valence.losses.metrics import won
-from valence.trainer.methods import METHODS
+from valence.methods import METHODS
 from valence.types import PolicyOutput
 
 PAIRED = [name for name, loss in LOSSES.items() if loss.view == "pair"]

@@ -23,7 +23,6 @@ from tests.command import command
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, copy_as_killed, count_steps, in_step
 from tests.programs import fork_server
 from valence.config.load import load_recipe
-from valence.trainer.methods import method_of
 
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
@@ -42,7 +41,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> CrashHarness:
 @pytest.mark.parametrize("name", CASE)
 def test_every_case_has_a_valid_recipe(name: str, tmp_path: Path) -> None:
     write_rows(tmp_path)
-    loaded = load_recipe(recipe(CASE[name], tmp_path), method_of=method_of)
+    loaded = load_recipe(recipe(CASE[name], tmp_path))
     assert loaded.recipe.method == CASE[name].method
 
 

@@ -14,7 +14,7 @@ from tests.errors import raises_error
 from valence.data.convert import CONVERSIONS, Unused
 from valence.data.kind_names import METHOD_FOR
 from valence.data.load import InMemory, Loaded, fitting_mapping, load
-from valence.trainer.methods import method_of
+from valence.methods import method_of
 from valence.types import Demonstration, Judgement, Kind, Origin, Preference, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)

@@ -35,7 +35,6 @@ from valence.models.reference import FrozenReference, Reference, SyncedReference
 from valence.planning import plan as planning
 from valence.planning.memory import can_compile, choose_split, min_free_memory
 from valence.planning.plan import describe, make_plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 
 pytestmark = pytest.mark.dist
@@ -127,7 +126,7 @@ def prepared(place: Path, recipe: dict[str, Any], **parallel: Any) -> Prepared:
         recipe |= {"reference": recipe.get("reference", {}) | {"cache": "off"}}
     recipe |= {"parallel": recipe.get("parallel", {}) | parallel}
     settings = {"train": ROWS[recipe["method"]]}
-    return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), rows=settings)
+    return prepare(load_recipe(recipe, in_memory=["train"]), rows=settings)
 
 
 def other_weights(ours: PolicyModel, theirs: PolicyModel) -> list[str]:

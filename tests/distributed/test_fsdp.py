@@ -304,6 +304,54 @@ def test_an_engine_with_split_weights_is_that_engine() -> None:
     assert 0.9 < one["own"] / two["own"] < 1.2
 
 
+def narrow_products(group: Group) -> dict[str, Any]:
+    """The types of float32 weights with products in bfloat16, and the results of one micro-batch,
+    the same in each process.
+    """
+    case = Case("sft", dtype=torch.bfloat16)
+    policy, _ = models(case)
+    if group.size > 1:
+        split(policy, case, group)
+    dtypes: dict[str, set[str]] = {"residual stream": set(), "final norm": set()}
+    decoder = policy.causal.model
+    for name, modules in {"residual stream": decoder.layers, "final norm": [decoder.norm]}.items():
+        for module in modules:
+            module.register_forward_hook(
+                lambda _module, inputs, output, name=name: dtypes[name].update(
+                    str(x.dtype) for x in (inputs[0], output)
+                )
+            )
+    tokens = torch.arange(3, 30)
+    logp = policy(plain_batch([tokens[:9], tokens[9:]])).logp
+    logp.sum().backward()
+    grads = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    return {
+        "dtypes": dtypes,
+        "logp": logp.detach(),
+        "grads": full_weights(iter(grads.items())),
+        "vectors": {name for name, p in policy.named_parameters() if p.ndim < 2},
+    }
+
+
+def test_narrow_products_leave_the_residual_stream_and_the_logits_as_in_one_process() -> None:
+    """Weights outside of layers are gathered in float32: in bfloat16 the embedding would round the
+    residual stream.
+    """
+    alone = narrow_products(SingleProcess())
+    assert set(map(tuple, alone["dtypes"].values())) == {("torch.float32",)}
+    for rank in run(narrow_products, 2):
+        assert rank.error == ""
+        result = rank.value
+        assert result["dtypes"] == alone["dtypes"]
+        assert torch.equal(result["logp"], alone["logp"])
+        assert result["grads"].keys() == alone["grads"].keys()
+        for name, grad in alone["grads"].items():
+            # FSDP sums the gradients of matrices over the processes
+            total = grad if name in result["vectors"] else 2 * grad
+            assert result["grads"][name].dtype == torch.float32
+            torch.testing.assert_close(result["grads"][name], total, rtol=1e-6, atol=1e-6)
+
+
 @slow
 def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
     wanted = evaluate_with_cache(SingleProcess(), str(tmp_path / "alone"))[0][0]

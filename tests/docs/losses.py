@@ -10,11 +10,11 @@ from typing import Any
 
 from tests.docs.blocks import ROOT
 from tests.docs.settings import table
+from tests.units import ADVANTAGES
 from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, read_doc, switch
 from valence.config.describe import SettingRow, settings_table
-from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
-from valence.trainer.methods import METHODS, ONLINE, Method
+from valence.methods import METHODS, ONLINE, Method
 
 FOLDER = ROOT / "docs" / "losses"
 
@@ -169,12 +169,12 @@ def pages() -> dict[str, str]:
     builders = dict.fromkeys(
         method.sample_builder.fn
         for method in ONLINE.values()
-        if method.name not in CREDITS and method.sample_builder
+        if method.name not in ADVANTAGES and method.sample_builder
     )
     texts["online"] = "\n".join(
         [
             ONLINE_PAGE,
-            *(_advantage(fn) for fn in dict.fromkeys(CREDITS.values())),
+            *(_advantage(fn) for fn in dict.fromkeys(ADVANTAGES.values())),
             BUILDERS_HEAD,
             *(_builder(fn) for fn in builders),
         ]
@@ -262,7 +262,7 @@ def _modifier(name: str) -> str:
 
 
 def _advantage(fn: Callable[..., Any]) -> str:
-    names = [name for name, credit in CREDITS.items() if credit is fn]
+    names = [name for name, credit in ADVANTAGES.items() if credit is fn]
     return _online_section(names, ", ".join(names), ", ".join(f"@{name}" for name in names))
 
 

@@ -7,10 +7,10 @@ from functools import cache
 
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
-from valence.config.learning_rates import LEARNING_RATES
 from valence.data.convert import CONVERSIONS
 from valence.data.format_table import FORMATS, SHAPES, Format
-from valence.trainer.methods import METHODS, ONLINE
+from valence.methods import METHODS, ONLINE
+from valence.methods.learning_rates import LEARNING_RATES
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\

@@ -22,8 +22,8 @@ from valence.config.describe import settings_table
 from valence.config.schema import Recipe, SourceSettings
 from valence.data.format_table import FORMATS
 from valence.data.load import load
+from valence.methods import METHODS, ONLINE
 from valence.reports import diagnostics
-from valence.trainer.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 GUIDES = [

@@ -29,9 +29,9 @@ from valence.data.load import InMemory, load
 from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
+from valence.methods import METHODS, Method
 from valence.rewards.rules import RULES
 from valence.runs.signals import OUT_OF_TIME, SIGNALS
-from valence.trainer.methods import METHODS, Method, method_of
 from valence.types import Judgement, Origin
 
 PAGES = sorted(
@@ -99,7 +99,7 @@ def _check_recipe(block: Block) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(block.text)
-        load_recipe(path, method_of=method_of, training=False)
+        load_recipe(path, training=False)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.golden.model_outputs import LEVELS, ModelOutputs, crossed, rows, samp
 from tests.golden.test_coupled import aot_formula, unpaired_formula
 from tests.golden.test_policy import cispo_formula, gspo_formula, ppo_formula, rloo_formula
 from tests.golden.test_unpaired import apo_formula, bco_formula, kto_formula
-from valence.trainer.methods import METHODS
+from valence.methods import METHODS
 from valence.types import TokenizedExample
 
 

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from tests.golden.plain import column, positional
-from tests.units import unit
+from tests.units import ADVANTAGES, unit
 from valence.batching.micro_batches import make_micro_batch
-from valence.losses.advantage import CREDITS
 from valence.losses.average import counts, divisors
 from valence.losses.modifiers import places
-from valence.trainer.methods import METHODS
+from valence.methods import METHODS
 from valence.types import Kind, MicroBatch, PolicyOutput
 
 LETTERS = 3
@@ -183,7 +182,7 @@ def credit(name: str, round: Round, policy: Policy, **settings: Any) -> dict[str
         "ref_t": ref.flatten(),
         "value_t": value.flatten(),
     }
-    result = CREDITS[name](*(known[read] for read in positional(CREDITS[name])), **settings)
+    result = ADVANTAGES[name](*(known[read] for read in positional(ADVANTAGES[name])), **settings)
     columns: dict[str, Tensor] = {"adv": result} if isinstance(result, Tensor) else result
     return {key: values.view(answers, n) for key, values in columns.items()} | {
         "old": old,

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.golden.plain import column, positional
+from tests.units import ADVANTAGES
 from valence.losses import LOSSES
-from valence.losses.advantage import CREDITS, adapted, gae
+from valence.losses.advantage import adapted, gae
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
 
 
 def credit(name: str, answers: Sequence[Sampled], **settings: Any) -> list[float]:
-    inputs, fn = tensors(answers), CREDITS[name]
+    inputs, fn = tensors(answers), ADVANTAGES[name]
     result = fn(*(inputs[read] for read in positional(fn)), **settings)
     return (result["adv"] if isinstance(result, dict) else result).tolist()
 
@@ -164,7 +165,7 @@ def test_returns_have_the_reward_as_fixed_point(lam: float) -> None:
     assert inputs["value_t"].tolist() == pytest.approx([1.0] * 6 + [-0.5] * 3, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", CREDITS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_equal_rewards_have_exactly_no_advantage(name: str) -> None:
     """Where policy and reference agree and values know nothing, also in groups of one; 0.1 is a
     number that sums round.
@@ -174,14 +175,14 @@ def test_equal_rewards_have_exactly_no_advantage(name: str) -> None:
     assert credit(name, same, **settings) == [0.0] * 21
 
 
-@pytest.mark.parametrize("name", CREDITS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_answer_alone_is_finite_and_none_is_nothing(name: str) -> None:
     (alone,) = credit(name, [Sampled(0, 3.0, (-1.0,), (-2.0,), (0.5,))])
     assert alone == 0.0
     assert credit(name, []) == []
 
 
-@pytest.mark.parametrize("name", CREDITS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_credit_does_not_depend_on_the_order_of_answers(name: str) -> None:
     order = [3, 6, 0, 5, 1, 4, 2]
     starts = [sum(len(a.old) for a in ROUND[:i]) for i in range(len(ROUND))]
@@ -214,8 +215,8 @@ def test_the_cost_of_divergence_settles_where_the_divergence_is_the_target() -> 
 
 
 def test_every_online_method_has_a_loss_and_their_settings_do_not_collide() -> None:
-    assert CREDITS.keys() <= LOSSES.keys()
-    for name, fn in CREDITS.items():
+    assert ADVANTAGES.keys() <= LOSSES.keys()
+    for name, fn in ADVANTAGES.items():
         actual = {
             p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY
         }

@@ -28,9 +28,9 @@ from valence.batching.micro_batches import StepPacker
 from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
+from valence.methods import METHODS
 from valence.reports.metrics import Meter
 from valence.trainer.evaluate import evaluate
-from valence.trainer.methods import METHODS
 from valence.trainer.step import Objective, optimizer_step
 from valence.types import Kind
 

@@ -8,19 +8,20 @@ import csv
 import json
 import shlex
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command import command, command_error, place
+from tests.data.importers.test_open_webui import SIBLING, feedback, message
 from tests.errors import check_error, raises_error
 from valence.cli.common import data_file
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.data.load import DataFile
 from valence.jobs.write_recipe import MODEL, write_recipe
 from valence.reports.verdict import rows_needed
-from valence.trainer.methods import method_of
 
 __all__ = ["place"]
 
@@ -65,7 +66,7 @@ def write(rows: Sequence[dict[str, Any]], name: str = "rows.jsonl") -> DataFile:
 
 def written(rows: Sequence[dict[str, Any]], **options: Any) -> LoadedRecipe:
     path = write_recipe(write(rows), Path("recipe.yaml"), **options).path
-    return load_recipe(path, method_of=method_of)
+    return load_recipe(path)
 
 
 CASES = {
@@ -124,7 +125,7 @@ def test_columns_are_mapped_where_they_have_other_names() -> None:
     rows = [{NAMES[name]: value for name, value in row.items()} for row in THUMBS]
     write(rows, "my: ratings.csv")
     write_recipe(DataFile("my: ratings.csv"), Path("recipe.yaml"))
-    [file] = load_recipe("recipe.yaml", method_of=method_of).recipe.data.train
+    [file] = load_recipe("recipe.yaml").recipe.data.train
     assert (file.path, file.keys) == ("my: ratings.csv", NAMES)
 
 
@@ -153,7 +154,7 @@ def test_a_rating_under_another_name_is_read(
     ]
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
-    recipe = load_recipe("recipe.yaml", method_of=method_of).recipe
+    recipe = load_recipe("recipe.yaml").recipe
     assert recipe.data.train[0].keys[keys] == rating
     assert (recipe.method == "kto") is (cells[1] not in ("", "downn"))
 
@@ -171,7 +172,7 @@ def test_pairs_under_other_names_are_read(prompt: str, chosen: str, rejected: st
     rows = [{prompt: f"q {i}", chosen: f"good {i}", rejected: f"bad {i}"} for i in range(40)]
     write(rows, "rows.csv")
     write_recipe(DataFile("rows.csv"), Path("recipe.yaml"))
-    assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == "dpo"
+    assert load_recipe("recipe.yaml").recipe.method == "dpo"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_a_rating_that_is_not_read_is_asked_about(
     write(rows, "tickets.csv")
     if method != "init-rating":
         write_recipe(DataFile("tickets.csv"), Path("recipe.yaml"))
-        assert load_recipe("recipe.yaml", method_of=method_of).recipe.method == method
+        assert load_recipe("recipe.yaml").recipe.method == method
         return
     for other in (None, "kto"):
         with raises_error("init-rating", where="tickets.csv", fix="--method sft") as raised:
@@ -224,7 +225,7 @@ def test_rows_with_prompts_alone_name_the_columns_that_are_not_read() -> None:
 def test_a_recipe_in_another_folder_finds_the_file() -> None:
     Path("recipes").mkdir()
     write_recipe(write(THUMBS), Path("recipes/mine.yaml"))
-    loaded = load_recipe("recipes/mine.yaml", method_of=method_of)
+    loaded = load_recipe("recipes/mine.yaml")
     assert Path(loaded.recipe.data.train[0].path).resolve() == Path("rows.jsonl").resolve()
     assert loaded.recipe.run.dir == "runs/mine"
 
@@ -255,7 +256,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_named() -> None:
     write([*THUMBS, bad])
     result = write_recipe(DataFile("rows.jsonl"), Path("recipe.yaml"))
     assert [row.origin.line for row in result.facts.bad] == [61]
-    assert load_recipe(result.path, method_of=method_of).recipe.data.on_bad_row == "skip"
+    assert load_recipe(result.path).recipe.data.on_bad_row == "skip"
     assert "rows.jsonl:61" in result.path.read_text()
     mixed = write_recipe(write([*THUMBS, *PAIRS]), Path("mixed.yaml"))
     assert (mixed.method, len(mixed.facts.bad)) == ("kto", len(PAIRS))
@@ -280,19 +281,45 @@ def test_what_no_recipe_can_be_written_for() -> None:
     assert not Path("recipe.yaml").exists()
 
 
-def test_an_export_is_to_be_imported_first(tmp_path: Path) -> None:
-    vote = {
-        "id": "v",
-        "type": "rating",
-        "data": {"rating": 1},
-        "meta": {},
-        "snapshot": {"chat": {}},
-    }
-    Path("export.json").write_text(json.dumps([vote]))
-    for file in (DataFile("export.json"), DataFile("export.json", format="open_webui")):
-        with raises_error("init-export", fix="valence import open-webui export.json") as raised:
-            write_recipe(file, Path("recipe.yaml"))
-        assert "valence init feedback.jsonl" in (raised.error.fix or "")
+def export(**vote: Any) -> list[dict[str, Any]]:
+    """An export of Open WebUI: a thumb up and one down to a regeneration, so also a pair."""
+    question = message("m1", None, "user", "How long does rice boil?")
+    turns = [question, message("m2", "m1", "assistant", "12 minutes"), SIBLING]
+    votes: list[dict[str, Any]] = []
+    for i in range(NUM_PROMPTS):
+        question["content"] = f"question {i}"
+        for rating, rated in ((1, "m2"), (-1, "m3")):
+            row = feedback(deepcopy(turns), rating, id=f"f{i}{rated}", rated=rated)
+            row["meta"]["chat_id"] = row["snapshot"]["chat"]["id"] = f"c{i}"
+            votes.append(row | vote)
+    return votes
+
+
+@pytest.mark.parametrize("format", [None, "open-webui", "open_webui"])
+def test_a_recipe_reads_an_export_itself(format: str | None) -> None:
+    Path("export.json").write_text(json.dumps(export()))
+    file = DataFile("export.json", format=format)
+    written = write_recipe(file, Path("recipe.yaml"))
+    recipe = load_recipe(written.path).recipe
+    assert (recipe.method, recipe.data.convert, recipe.data.eval) == ("kto", None, 0.1)
+    assert recipe.data.train[0].format in ("open_webui", "open-webui")
+    assert written.facts.counts == {"thumbs up": NUM_PROMPTS, "thumbs down": NUM_PROMPTS}
+    assert written.facts.others == {"preferences": NUM_PROMPTS}
+    assert f"not used: {NUM_PROMPTS} preferences" in written.path.read_text()
+    Path("recipe.yaml").unlink()
+    written = write_recipe(file, Path("recipe.yaml"), method="dpo")
+    assert load_recipe(written.path).recipe.data.convert is None
+    assert written.facts.counts == {"preferences": NUM_PROMPTS}
+
+
+def test_an_export_without_a_usable_vote_says_why() -> None:
+    Path("export.json").write_text(json.dumps(export(snapshot=None)))
+    with raises_error(
+        "no-usable-rows", where="export.json:1", fix="valence import open-webui export.json"
+    ) as raised:
+        write_recipe(DataFile("export.json"), Path("recipe.yaml"))
+    assert "conversation is not in the export" in str(raised.error)
+    assert not Path("recipe.yaml").exists()
 
 
 def test_nothing_is_overwritten() -> None:

@@ -34,7 +34,6 @@ from valence.models.quantized import disable_cpu_repacking, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
 from valence.planning.plan import describe, make_plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 from valence.trainer.trainer import Trainer
 
@@ -95,7 +94,7 @@ def recipe(place: Path, tmp_path: Path, method: str = "kto", **sections: Any) ->
 
 
 def prepared(source: dict[str, Any]) -> Prepared:
-    return prepare(load_recipe(source, method_of=method_of))
+    return prepare(load_recipe(source))
 
 
 def loaded(place: Path, **more: Any) -> Any:

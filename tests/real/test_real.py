@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
 from valence.config.load import load_recipe
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 from valence.trainer.trainer import Trainer
 from valence.types import TokenizedExample
@@ -99,9 +98,7 @@ def test_all_rows_of_the_set_are_read_in_their_own_format(
 ) -> None:
     path = str(real_sets / f"{method}_en_demo.json")
     data = {"train": [{"path": path}], "max_length": 8192}
-    corpus = prepare(load_recipe(recipe(method, smollm2, data=data), method_of=method_of)).corpora[
-        "train"
-    ]
+    corpus = prepare(load_recipe(recipe(method, smollm2, data=data))).corpora["train"]
     assert [(f.path, f.format) for f in corpus.loaded.files] == [(path, FORMATS[method])]
     assert len(corpus.units) == 300
     assert not corpus.loaded.bad

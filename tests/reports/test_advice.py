@@ -12,9 +12,9 @@ import pytest
 
 from tests.reports.synthetic import AUDIT
 from tests.reports.test_signs import Json, ended, healthy, logged
+from valence.methods import METHODS, ONLINE, Method
 from valence.reports.diagnostics import Advice, CollapseDetector, diagnose
 from valence.reports.rundata import RunData
-from valence.trainer.methods import METHODS, ONLINE, Method
 
 __all__ = ["healthy"]
 

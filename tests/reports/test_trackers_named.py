@@ -21,7 +21,6 @@ from valence.config.load import load_recipe
 from valence.errors import install_command
 from valence.reports import trackers as trackers_module
 from valence.reports.trackers import check
-from valence.trainer.methods import method_of
 
 __all__ = ["home"]
 
@@ -56,7 +55,7 @@ def loaded(sinks: Any) -> Any:
         "data": {"train": []},
         "run": {"sinks": sinks},
     }
-    result = load_recipe(recipe, method_of=method_of, in_memory=["train"])
+    result = load_recipe(recipe, in_memory=["train"])
     return [(sink.kind, sink.project, sink.tags) for sink in result.recipe.run.sinks]
 
 

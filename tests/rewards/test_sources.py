@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from valence.rewards.functions import function_of
-from valence.rewards.sources import are_current, imported_sources, loaded_sources
+from valence.user_code.sources import are_current, imported_sources, loaded_sources
 
 FILES: dict[str, dict[str, str]] = {
     "import": {"main": "import helper"},

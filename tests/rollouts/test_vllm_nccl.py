@@ -144,7 +144,14 @@ def test_the_host_copies_of_weights_are_pinned_and_in_the_dtype_of_the_server(
         monkeypatch.setattr(
             torch.cuda, "synchronize", lambda device=None: group.calls.append("wait")
         )
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+
+        def empty(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            result = make_empty(*args, **options)
+            pinned.extend([result] if pin_memory else [])
+            return result
+
+        make_empty = torch.empty
+        monkeypatch.setattr(torch, "empty", empty)
         transport = NcclTransfer(DEADLINE, torch.device("cpu"))
         live = {name: tensor.to(CUDA) for name, tensor in master_weights().items()}
         generator(fake.url, transport).sync(1, live.items)

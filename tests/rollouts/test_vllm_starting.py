@@ -15,6 +15,7 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
+from valence.cli import ALLOCATOR_VARIABLES
 from valence.rollouts import servers
 from valence.rollouts.servers import (
     TRAINER_VARIABLES,
@@ -154,7 +155,7 @@ def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
 def test_what_a_server_is_told(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in TRAINER_VARIABLES:
+    for name in (*TRAINER_VARIABLES, *ALLOCATOR_VARIABLES):
         monkeypatch.setenv(name, "7")
     shows = "print(*sorted(os.environ.items()), *sys.argv, sep='\\n'); sys.exit(1)"
     (tmp_path / "model").mkdir()
@@ -173,7 +174,7 @@ def test_what_a_server_is_told(
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
     assert "--no-enable-chunked-prefill" in log
     assert "('RANK', '7')" not in log
-    assert "PYTORCH_ALLOC_CONF" not in log
+    assert "ALLOC_CONF" not in log
     assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
     assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
     assert '{"backend": "gloo"}' in log

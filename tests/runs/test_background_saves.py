@@ -51,3 +51,24 @@ def test_an_interrupted_wait_does_not_lose_the_save(
     assert saved is not None
     assert saved.step == 5
     assert list((tmp_path / "checkpoints").iterdir()) == [saved.path]
+
+
+def test_the_thread_has_the_device_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device 0 is the current one of a new thread, and PyTorch's writer waits for its stream: each
+    process of a host would get memory there.
+    """
+    monkeypatch.setattr(checkpoint_files, "MIN_BACKGROUND_BYTES", 0)
+    current, devices = threading.local(), list[int]()
+    current.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.save(
+        5, {"w": torch.zeros(4)}, {}, first=[lambda: devices.append(torch.cuda.current_device())]
+    )
+    checkpoints.wait()
+    assert checkpoints.take_messages() == []
+    assert devices == [3]

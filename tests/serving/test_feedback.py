@@ -23,7 +23,6 @@ from valence.serving import feedback
 from valence.serving.chat import Answer
 from valence.serving.feedback import FeedbackStore
 from valence.serving.prompts import prompt_id
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 from valence.types import Ids, Judgement
 
@@ -442,7 +441,7 @@ def prepared_rows(method: str, path: Path) -> Any:
         "model": {"name": saved_model().name},
         "data": {"train": [{"path": str(path)}], "max_length": 256},
     }
-    return prepare(load_recipe(settings, [], method_of=method_of)).corpora["train"].units
+    return prepare(load_recipe(settings, [])).corpora["train"].units
 
 
 def test_the_tokens_that_train_are_those_that_were_sampled(opened: Open, out: Path) -> None:

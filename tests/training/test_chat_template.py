@@ -28,7 +28,6 @@ from valence.lifecycle.restore import restore
 from valence.lifecycle.start import show_audit
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 
 PAIRS = [
@@ -74,7 +73,7 @@ def recipe(model: str = "chat", rows: str = "pairs.jsonl", **data: Any) -> dict[
 
 
 def prepared(**args: Any) -> Prepared:
-    return prepare(load_recipe(recipe(**args), method_of=method_of))
+    return prepare(load_recipe(recipe(**args)))
 
 
 def library_prompt_ids(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
@@ -230,7 +229,7 @@ def test_an_invalid_template_is_an_error_at_its_place(place: Path) -> None:
         ("chatlm", "template-not-found"),
     ):
         with raises_error(code, where="data.chat_template") as raised:
-            load_recipe(recipe("base", chat_template=chosen), method_of=method_of)
+            load_recipe(recipe("base", chat_template=chosen))
         assert chosen in raised.error.message
 
 

@@ -16,7 +16,6 @@ from valence.lifecycle.models import build_models
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
 from valence.planning import plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 
 ROWS = [
@@ -50,9 +49,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
 
 def build(*overrides: str, training: bool = True) -> list[PolicyModel]:
     """The policy and the reference's engine."""
-    prepared = prepare(
-        load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"], method_of=method_of)
-    )
+    prepared = prepare(load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"]))
     policy, reference = build_models(prepared, fills=training)
     assert isinstance(reference, FrozenReference)
     return [policy, reference.engine]

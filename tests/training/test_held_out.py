@@ -18,7 +18,6 @@ from valence.config.load import load_recipe
 from valence.reports.rundata import read_run
 from valence.reports.verdict import outputs, rows_needed, run_verdict
 from valence.trainer.held_out import held_out_warning
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 
 __all__ = ["folder", "model"]
@@ -43,9 +42,7 @@ def warning_of(model: str, rows: Rows | None, **sections: Any) -> str | None:
         write("held_out.jsonl", rows)
         data["eval"] = "held_out.jsonl"
     data |= sections.pop("data", {})
-    return held_out_warning(
-        prepare(load_recipe(recipe(model, data=data, **sections), method_of=method_of))
-    )
+    return held_out_warning(prepare(load_recipe(recipe(model, data=data, **sections))))
 
 
 def trained_rows() -> Rows:
@@ -66,7 +63,7 @@ def test_too_few_rows_are_a_warning_that_names_how_many_are_needed(model: str) -
 def test_the_warning_names_a_share_that_holds_out_enough_rows(model: str) -> None:
     write("rows.jsonl", rated(200))
     settings = recipe(model, data={"train": "rows.jsonl", "eval": 0.1})
-    prepared = prepare(load_recipe(settings, method_of=method_of))
+    prepared = prepare(load_recipe(settings))
     few = held_out_warning(prepared)
     assert few is not None
     [share] = re.findall(r"data\.eval: (0\.\d)", few)

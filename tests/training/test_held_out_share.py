@@ -17,7 +17,6 @@ from tests.tiny_models import tiny
 from valence.config.load import load_recipe
 from valence.data.split import PromptSplit, prompt_key
 from valence.jobs.compare_models import count_trained
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 
 SPLIT = PromptSplit(0.3)
@@ -66,7 +65,7 @@ def recipe(model: str, **sections: Any) -> dict[str, Any]:
 
 def prepared(recipe: dict[str, Any], rows: Any = None, *overrides: str) -> Prepared:
     in_memory = [name for name, value in (rows or {}).items() if value is not None]
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
+    source = load_recipe(recipe, overrides, in_memory=in_memory)
     return prepare(source, rows=rows)
 
 

@@ -17,11 +17,11 @@ from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker, token_sequences
 from valence.batching.prefix_tree import build_prefix_tree
 from valence.data.sampler import Sampler
+from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
-from valence.trainer.methods import METHODS
 from valence.trainer.step import optimizer_step
 from valence.types import Kind, TokenizedExample
 

@@ -12,7 +12,6 @@ from tests.errors import raises_error
 from tests.training.resuming import Undisturbed, facts, killed, records, resumed_steps, train
 from valence.config.load import load_recipe
 from valence.planning.plan import describe, make_plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 
 EPOCH = 3
@@ -29,7 +28,7 @@ def test_exactly_that_many_steps_are_planned(
         del settings["train"]["epochs"]
     else:
         settings["train"]["epochs"] = epochs
-    prepared = prepare(load_recipe(settings, method_of=method_of))
+    prepared = prepare(load_recipe(settings))
     assert prepared.total_steps == steps
     assert prepared.steps_from(2) == steps  # counted from the first start of the run
     plan = make_plan(prepared)

@@ -21,9 +21,9 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.models.reference import SyncedReference
-from valence.trainer.methods import method_of
+from valence.trainer.callbacks import CallbackLike
 from valence.trainer.step import AuxiliaryLoss, optimizer_step
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.trainer import Trainer
 
 THUMBS = [
     {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}
@@ -55,7 +55,7 @@ def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 def run_of(
     tmp_path: Path,
     folder: str = "run",
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[CallbackLike] = (),
     **sections: Any,
 ) -> Trainer:
     tokenizer = tiny_tokenizer()
@@ -147,11 +147,10 @@ def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
         ({"method": "sft", "train": path, "weight": -1}, "setting-type", "mix.0.weight", ""),
     ):
         with raises_error(code, where=where, fix=fix):
-            load_recipe(recipe(tmp_path, mix=[part]), method_of=method_of)
+            load_recipe(recipe(tmp_path, mix=[part]))
     with pytest.raises(UserError) as info:
         load_recipe(
             recipe(tmp_path, mix=[{"method": "sft", "train": str(tmp_path / "none.jsonl")}]),
-            method_of=method_of,
         )
     check_error(info.value, info.value.code, where="mix.0.train.0.path", fix="shown.jsonl")
     with raises_error("kind-mismatch", where="shown.jsonl:1"):
@@ -279,7 +278,6 @@ def test_settings_of_a_mixed_loss_are_checked_like_those_of_the_main_one(
     with raises_error(code, where=where):
         load_recipe(
             recipe(tmp_path, mix=[{**part, "train": written(tmp_path / "more.jsonl", THUMBS)}]),
-            method_of=method_of,
         )
 
 
@@ -288,7 +286,7 @@ def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
         tmp_path, mix=[{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN)}]
     )
     settings["data"]["train_on"] = "assistant"
-    assert load_recipe(settings, method_of=method_of).recipe.data.train_on == "assistant"
+    assert load_recipe(settings).recipe.data.train_on == "assistant"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,7 @@ def test_a_range_of_log_ratios_holds_zero(
     wrong: list[int],
 ) -> None:
     with pytest.raises(UserError) as info:
-        load_recipe(recipe(tmp_path, loss={"humanline": limits}), method_of=method_of)
+        load_recipe(recipe(tmp_path, loss={"humanline": limits}))
     places = [problem.where for problem in info.value.problems]
     assert places == [f"recipe (loss.humanline.{i})" for i in wrong]
 

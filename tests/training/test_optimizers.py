@@ -201,12 +201,11 @@ def test_a_plan_says_who_trains_what_and_what_it_does_not_know(
     folder: Path, tmp_path: Path
 ) -> None:
     from valence.config.load import load_recipe
-    from valence.trainer.methods import method_of
     from valence.trainer.prepare import prepare
 
     def plan(**settings: Any) -> Any:
         source = recipe(folder, tmp_path, train=settings)
-        return make_plan(prepare(load_recipe(source, method_of=method_of), training=True))
+        return make_plan(prepare(load_recipe(source), training=True))
 
     muon, sgd, adamw = plan(optimizer="torch.optim.Muon"), plan(optimizer="torch.optim.SGD"), plan()
     shape = muon.shape

@@ -33,7 +33,6 @@ from valence.planning.memory import SLEEPING_SERVER
 from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.reports.formatting import duration
 from valence.runs import store
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 from valence.trainer.trainer import Trainer
 
@@ -63,11 +62,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 def planned(recipe: dict[str, Any], *overrides: str, settings: Mapping[str, Any] = OBJECTS) -> Plan:
     in_memory = [name for name, rows in settings.items() if rows]
-    return make_plan(
-        prepare(
-            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), rows=settings
-        )
-    )
+    return make_plan(prepare(load_recipe(recipe, overrides, in_memory=in_memory), rows=settings))
 
 
 def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]) -> None:
@@ -197,7 +192,7 @@ def online_plan(recipe: dict[str, Any], *overrides: str) -> Plan:
     overrides = ("data.as_chat=false", *overrides)  # prompts of text alone, which are short
     return make_plan(
         prepare(
-            load_recipe(recipe | ONLINE, overrides, method_of=method_of, in_memory=["train"]),
+            load_recipe(recipe | ONLINE, overrides, in_memory=["train"]),
             rows=settings,
         )
     )

@@ -18,9 +18,9 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, facts, killed, records, train, weights
 from tests.training.test_run import ROWS, written
-from valence.config.learning_rates import LEARNING_RATES
 from valence.lifecycle import models
 from valence.lifecycle.restore import restore
+from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.policy_model import PolicyModel
 from valence.planning import plan
 from valence.trainer import trainer

@@ -24,7 +24,6 @@ from valence.config.load import load_recipe
 from valence.lifecycle.models import build_models
 from valence.lifecycle.restore import restore
 from valence.planning.plan import make_plan
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 
 FILMS = [
@@ -121,7 +120,7 @@ def test_it_learns_and_stock_transformers_reads_the_same_scores(
 
 
 def test_the_plan_counts_the_head_that_is_there(folder: Path, tmp_path: Path) -> None:
-    source = load_recipe(recipe(folder, tmp_path, "attributes"), method_of=method_of)
+    source = load_recipe(recipe(folder, tmp_path, "attributes"))
     plan = make_plan(prepare(source))
     policy, _ = build_models(prepare(source))
     assert (

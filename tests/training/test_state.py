@@ -17,6 +17,7 @@ from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
 from valence.runs.state import Registry, StateFunctions
 from valence.runs.store import Snapshot, load
+from valence.trainer.callbacks import Callbacks
 from valence.trainer.trainer import Trainer
 
 NOT_STATE = {
@@ -145,7 +146,7 @@ def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
         def count(*_: Any) -> None:
             vars(owner)["remembered"] = [run.step]
 
-        run.callbacks = (count,)
+        run.callbacks = Callbacks([count])
 
     result = lost(tmp_path, "kto", spoilt)
     assert result

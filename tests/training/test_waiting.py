@@ -15,9 +15,9 @@ from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
+from valence.methods import METHODS
 from valence.models.build import build_policy
 from valence.models.values import add_values
-from valence.trainer.methods import METHODS
 from valence.trainer.step import optimizer_step
 from valence.types import sent
 

@@ -25,6 +25,7 @@ from valence.cli import rewards, serve, doctor, shipped  # isort: skip
 
 arrange(app)
 
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 HEAD_START = 2.0
 """Seconds that other ranks wait before they print the error that rank 0 probably has too."""
 
@@ -43,9 +44,26 @@ def main() -> None:
     reached, 128 + n stopped by signal n.
     """
     sys.excepthook = print_traceback
+    _set_environment()
     _hide_deprecations()
     with safe_streams():
         _main()
+
+
+def _set_environment() -> None:
+    """Set variables that libraries read when they are loaded, unless the user has set them."""
+    defaults = {
+        # By default idle threads wait by spinning, which slows everything on a busy machine.
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    # Micro-batches of many sizes would fragment the memory of a CUDA device. Only Linux supports
+    # this.
+    if sys.platform == "linux" and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    for variable, value in defaults.items():
+        os.environ.setdefault(variable, value)
 
 
 def _hide_deprecations() -> None:
@@ -56,8 +74,6 @@ def _hide_deprecations() -> None:
 
 
 def _main() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "_VALENCE_COMPLETE" in os.environ:
         os.environ["COLUMNS"] = "10000"  # a shell would complete each line of a wrapped help text
     try:

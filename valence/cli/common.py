@@ -141,13 +141,12 @@ def data_file(argument: str) -> DataFile:
     """The file that an argument names: a path, or a section as in a recipe."""
     from valence.config.load import load_recipe
     from valence.data.load import DataFile
-    from valence.trainer.methods import method_of
 
     is_section = argument.lstrip().startswith("{")
     section = argument if is_section else json.dumps({"path": argument}, ensure_ascii=False)
     recipe = {"method": "kto", "model": "none"}
     overrides = [f"data.train=[{section}]"]
-    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    source = load_recipe(recipe, overrides, training=False)
     [file] = source.recipe.data.train
     return DataFile(file.path, file.split, file.subset, file.format, file.keys)
 

@@ -70,7 +70,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def methods(incomplete: str) -> list[str]:
     """Names of losses and methods."""
-    from valence.trainer.methods import METHODS, ONLINE
+    from valence.methods import METHODS, ONLINE
 
     return [name for name in dict.fromkeys((*METHODS, *ONLINE)) if name.startswith(incomplete)]
 

@@ -19,7 +19,6 @@ from valence.models import speed
 from valence.models.loading import is_cached, must_exist
 from valence.network import DEADLINE, within
 from valence.reports.trackers import check
-from valence.trainer.methods import method_of
 
 RULE_MODULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}
 """The module that a reward rule imports."""
@@ -28,7 +27,7 @@ RULE_MODULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "v
 def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
     """Check each thing that the recipe needs in addition to what all runs need."""
     try:
-        recipe = load_recipe(path, overrides, method_of=method_of).recipe
+        recipe = load_recipe(path, overrides).recipe
     except UserError as error:
         yield Check("recipe", "settings", "problem", _where(error), error.fix or "", needed=True)
         return

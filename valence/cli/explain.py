@@ -10,7 +10,7 @@ from valence.data.kind_names import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier
-from valence.trainer.methods import METHODS, ONLINE, Method, setting_docs
+from valence.methods import METHODS, ONLINE, Method, method_of, setting_docs
 
 AVERAGES: dict[Average, str] = {
     "token_mean": "over the trained tokens of the step",
@@ -71,12 +71,15 @@ def switch(modifier: Modifier) -> str:
 
 
 def loss_name(method: Method) -> str:
-    """The name of the loss that a method trains with."""
-    return next(name for name, other in METHODS.items() if other.loss is method.loss)
+    """The name of the loss that a method trains with; that of the method for a user's loss."""
+    names = (name for name, other in METHODS.items() if other.loss is method.loss)
+    return next(names, method.name)
 
 
 def online_method(method: Method) -> Method | None:
     """The online method with the same loss, if there is one."""
+    if method.is_custom:
+        return None if method.is_reward_model else method_of(method.name, online=True)
     return next((other for other in ONLINE.values() if other.loss is method.loss), None)
 
 
@@ -93,7 +96,7 @@ def builder_doc(method: Method) -> Doc:
 
 def added(method: Method) -> set[str]:
     """Settings that an online method adds to those of its loss, or gives another default."""
-    bare = METHODS[loss_name(method)].settings.model_fields
+    bare = method_of(loss_name(method)).settings.model_fields
     return {
         n
         for n, field in method.settings.model_fields.items()

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from valence.config.load import LoadedRecipe, load_recipe
+from valence.config.needs import method_in
 from valence.config.schema import SourceSettings
 from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
@@ -17,7 +18,6 @@ from valence.data.rendering import describe_rendering
 from valence.data.sources import Row
 from valence.errors import UserError
 from valence.reports.show import show_encoded, show_example, show_row
-from valence.trainer.methods import method_in, method_of
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import without_rows
 from valence.types import Example, Origin
@@ -38,7 +38,7 @@ def show_stages(
     Raises UserError if there is no such row, or, after the stages that it reaches, if the row is
     not used.
     """
-    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    source = load_recipe(recipe, overrides, training=False)
     data = source.recipe.data
     files = data.files(list_name)
     if list_name == "eval" and data.split is not None:

@@ -10,11 +10,12 @@ from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.common import Overrides, RecipeArg, app, console, table_of_settings
+from valence.errors import UserError
 from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.cli.explain import Doc
-    from valence.trainer.methods import Method
+    from valence.methods import Method
 
 
 @app.command()
@@ -60,11 +61,17 @@ def losses(
 ) -> None:
     """List the losses, or explain one loss or online method."""
     from valence.cli.explain import method_doc
-    from valence.trainer.methods import METHODS, ONLINE, method_of
+    from valence.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
     if name is not None:
-        _explain(METHODS.get(name) or method_of(name, online=True))
+        try:
+            method = method_of(name)
+        except UserError as error:
+            if error.code != "method-needs-reward":
+                raise
+            method = method_of(name, online=True)
+        _explain(method)
         return
     table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
     for method in METHODS.values():

@@ -85,10 +85,9 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
     processes are started.
     """
     from valence.config.load import load_recipe
-    from valence.trainer.methods import method_of
 
     with failing(as_json and os.environ.get("RANK", "0") == "0"):
-        load_recipe(recipe, overrides, method_of=method_of)
+        load_recipe(recipe, overrides)
 
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **options: Any) -> None:
@@ -205,9 +204,8 @@ def check(
     origin of each, and estimate steps, memory and time.
     """
     from valence.config.load import load_recipe
-    from valence.trainer.methods import method_of
 
-    source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
+    source = load_recipe(recipe, overrides or [])  # before torch is imported
 
     from valence.distributed.process_group import PlannedGroup
     from valence.lifecycle.models import check_model_files
@@ -440,15 +438,12 @@ def _uses_reward(
     Raises UserError if so and options that only apply to models are set.
     """
     from valence.config.load import load_recipe
-    from valence.trainer.methods import method_of
 
     if not reward:
         is_recipe = target is not None and Path(target).suffix in (".yaml", ".yml")
         if (
             not is_recipe
-            or not load_recipe(
-                Path(target or ""), overrides, method_of=method_of, training=False
-            ).recipe.reward
+            or not load_recipe(Path(target or ""), overrides, training=False).recipe.reward
         ):
             return False
     unused = [

@@ -95,7 +95,7 @@ def _similar_command(name: str, commands: Sequence[str]) -> str:
     near = get_close_matches(name.lower(), commands, n=1)
     if near:
         return f"did you mean `valence {near[0]}`?"
-    from valence.trainer.methods import similar_methods
+    from valence.methods import similar_methods
 
     methods = similar_methods(name, cutoff=0.8)
     if methods:

@@ -11,6 +11,7 @@ from valence.config.describe import at, dotted, schema_of
 from valence.config.parse import put, value_at
 from valence.config.schema import Recipe
 from valence.errors import UserError
+from valence.user_code.load import target_of
 
 
 def recipe_from_arguments(
@@ -22,10 +23,14 @@ def recipe_from_arguments(
 
     settings: sections as mappings (``loss={"beta": 0.2}``) or single settings by their full name
     (``**{"train.seed": 1}``). They replace settings of the recipe, and the overrides replace them.
-    Names and types are checked with the rest of the recipe. Raises UserError for a value that a
-    recipe cannot hold.
+    A function or another object to call, such as a loss or a reward, becomes its import path. Names
+    and types are checked with the rest of the recipe. Raises UserError for a value that a recipe
+    cannot hold.
     """
-    flat = dict(_flatten(settings, ()))
+    used: list[str] = []
+    flat = dict(_flatten(_with_paths(settings, used), ()))
+    if isinstance(recipe, Mapping):
+        recipe = _with_paths(recipe, used)
     if recipe is not None and not isinstance(recipe, Mapping):
         assignments = (f"{dotted(path)}={_as_json(path, value)}" for path, value in flat.items())
         return recipe, [*assignments, *overrides]
@@ -46,6 +51,22 @@ def recipe_from_arguments(
     return merged, list(overrides)
 
 
+def _with_paths(value: Any, used: list[str]) -> Any:
+    """The value with the import paths of the objects in it that can be called.
+
+    used: the paths so far, to which new ones are added.
+    """
+    if isinstance(value, Mapping):
+        section = cast(Mapping[str, Any], value)
+        return {name: _with_paths(inner, used) for name, inner in section.items()}
+    if isinstance(value, list | tuple):
+        return [_with_paths(inner, used) for inner in cast(Sequence[Any], value)]
+    if not callable(value):
+        return str(value) if isinstance(value, Path) else value
+    used.append(target_of(value, used))
+    return used[-1]
+
+
 def names_a_model(recipe: str | Path | Mapping[str, Any] | None) -> bool:
     """Whether the recipe has a ``model.name``. Assumes so for a file, which is checked later."""
     if not isinstance(recipe, Mapping):
@@ -64,7 +85,7 @@ def _flatten(
         if isinstance(value, Mapping) and value and is_section:
             yield from _flatten(cast(Mapping[str, Any], value), inner)
         else:
-            yield inner, str(value) if isinstance(value, Path) else value
+            yield inner, value
 
 
 def _as_json(path: tuple[str, ...], value: Any) -> str:

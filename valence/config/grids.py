@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from valence.config.learning_rates import LearningRates
+from valence.methods.learning_rates import LearningRates
 
 LEARNING_RATE_FACTORS = (0.3, 1.0, 3.0)
 """The learning rates of every recommended grid, as factors of the method's default."""

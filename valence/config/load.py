@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,11 @@ from valence.config.parse import (
     to_yaml,
     value_at,
 )
-from valence.config.rules import LISTS, Case, MethodFacts
+from valence.config.rules import LISTS, Case
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
 from valence.errors import UserError
 from valence.files import check_path, expand_path
+from valence.methods import Method, method_of
 from valence.network import refuse_credentials
 
 M = TypeVar("M", bound=BaseModel)
@@ -104,7 +105,7 @@ class LoadedRecipe:
                 for name, setting in written.items()
                 if isinstance(setting.value, str) and repr(setting.value) in error.message
             ]
-            names += [name for name in re.findall(r"\w+(?:\.\w+)+", where) if name in written]
+            names += [name for name in re.findall(r"\w+(?:\.\w+)*", where) if name in written]
             if not names or where.startswith(written[names[0]].origin):
                 raise
             place = where if names[0] in where else names[0]
@@ -115,7 +116,6 @@ def load_recipe(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    method_of: Callable[[str, bool], MethodFacts],
     training: bool = True,
     in_memory: Collection[str] = (),
     name: str = "recipe",
@@ -127,8 +127,6 @@ def load_recipe(
     ranges are checked first, then relations between settings; each of the two checks reports all
     mistakes at once.
 
-    method_of: returns a method, online (if there is a reward) or offline; raises UserError for an
-    unknown name.
     training: if false, ``data.train`` may be empty, data files may be missing, and settings may
     have no effect.
     in_memory: those of train, eval and test whose rows are passed as objects.
@@ -144,7 +142,7 @@ def load_recipe(
     for assignment in overrides:
         raw = _expand_short_forms(override(raw, assignment))
     _refuse_credentials(raw, raw.values, ())
-    recipe, method, mixed = _validate_recipe(raw, method_of)
+    recipe, method, mixed = _validate_recipe(raw)
     problems: list[UserError] = []
     recipe = _expand_paths(recipe, raw, problems)
     recipe = _locate_files(recipe, raw, folder, problems, training, in_memory)
@@ -295,21 +293,21 @@ def _refuse_credentials(raw: RawRecipe, value: Any, path: Key) -> None:
 
 
 def _validate_recipe(
-    raw: RawRecipe, method_of: Callable[[str, bool], MethodFacts]
-) -> tuple[Recipe, MethodFacts, tuple[MethodFacts, ...]]:
+    raw: RawRecipe,
+) -> tuple[Recipe, Method, tuple[Method, ...]]:
     """The recipe with valid names, types and ranges, its method and the methods of `mix`.
 
     Raises one UserError with all mistakes.
     """
     problems: list[UserError] = []
     loss_problems: list[UserError] = []
-    method, loss = _validate_method(raw, (), method_of, loss_problems)
+    method, loss = _validate_method(raw, (), loss_problems)
     loss_names = method.settings.model_fields if method else ()
     recipe = _validate(Recipe, raw, (), problems, loss_names)
     problems += loss_problems
     mix = raw.values.get("mix")
     num_parts = len(cast(list[object], mix)) if isinstance(mix, list) else 0
-    mixed = [_validate_method(raw, ("mix", i), method_of, problems) for i in range(num_parts)]
+    mixed = [_validate_method(raw, ("mix", i), problems) for i in range(num_parts)]
     if problems or recipe is None or method is None or loss is None:
         raise messages.all_of(problems, raw.place(()))
     parts = [
@@ -326,9 +324,8 @@ def _validate_recipe(
 def _validate_method(
     raw: RawRecipe,
     path: Key,
-    method_of: Callable[[str, bool], MethodFacts],
     problems: list[UserError],
-) -> tuple[MethodFacts | None, dict[str, Any] | None]:
+) -> tuple[Method | None, dict[str, Any] | None]:
     """The method of the section at ``path``, and the settings of its loss."""
     name = value_at(raw.values, (*path, "method"))
     if not isinstance(name, str) or not name:
@@ -512,7 +509,7 @@ def _sections(section: Section, path: Key) -> Iterator[tuple[Key, Section]]:
 # Origins
 
 
-def _settings(recipe: Recipe, method: MethodFacts, raw: RawRecipe) -> dict[Key, Setting]:
+def _settings(recipe: Recipe, method: Method, raw: RawRecipe) -> dict[Key, Setting]:
     """Every setting with its origin, in the order of the schema, then those of the loss."""
     rows = [row for row in _leaves(recipe, ()) if row[0] != ("loss",)]
     rows += [

@@ -8,74 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from valence.config.learning_rates import LearningRates
 from valence.config.schema import Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
-from valence.types import Kind, plural
+from valence.methods import Method
+from valence.types import plural
 
 LISTS: tuple[ListName, ...] = ("train", "eval", "test")
 """Lists of files in the section ``data``."""
-
-
-class MethodFacts(Protocol):
-    """The properties of a method that a recipe is checked against.
-
-    ``settings`` is the pydantic class of its loss's settings, which forbids unknown names; it is
-    declared as Any so that a cached property may provide it.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def needs_reference(self) -> bool: ...
-    @property
-    def is_reward_model(self) -> bool:
-        """Whether it trains a reward model."""
-        ...
-
-    @property
-    def online(self) -> bool:
-        """Whether the policy samples the completions."""
-        ...
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether its loss has a ratio of token probabilities to the behaviour policy."""
-        ...
-
-    @property
-    def min_rollouts(self) -> int:
-        """Smallest number of completions per prompt that gives a gradient."""
-        ...
-
-    @property
-    def rollout_defaults(self) -> Mapping[str, Any]:
-        """Defaults of rollout settings that differ between methods, by name."""
-        ...
-
-    @property
-    def learning_rates(self) -> LearningRates:
-        """Default learning rates."""
-        ...
-
-    @property
-    def settings(self) -> Any: ...
-    def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the loss with these settings reads the reference, not only the log."""
-        ...
-
-    def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss without effect under the others -> a setting that changes this."""
-        ...
-
-    def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss -> another one that rules it out."""
-        ...
 
 
 SERVED_LORA_DEFAULTS: dict[str, Any] = {
@@ -100,16 +42,16 @@ class Case:
     """
 
     recipe: Recipe
-    method: MethodFacts
+    method: Method
     rows: Set[str]
-    mixed: Sequence[MethodFacts] = ()
+    mixed: Sequence[Method] = ()
 
     @property
-    def methods(self) -> tuple[MethodFacts, ...]:
+    def methods(self) -> tuple[Method, ...]:
         return (self.method, *self.mixed)
 
     @property
-    def losses(self) -> Iterator[tuple[str, MethodFacts, Mapping[str, Any]]]:
+    def losses(self) -> Iterator[tuple[str, Method, Mapping[str, Any]]]:
         """Name, method and settings of the recipe's loss and of those of `mix`."""
         yield "loss", self.method, self.recipe.loss
         for i, (method, part) in enumerate(zip(self.mixed, self.recipe.mix, strict=True)):
@@ -375,7 +317,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
             fix="set reward",
         )
         return
-    if method.name != "rejection":
+    if not method.selects_best:
         yield no_effect(
             "rollout.top_n",
             "rollout.min_reward",
@@ -395,7 +337,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
             f"{rollout.num_rollouts}",
             "lower it, or raise rollout.num_rollouts",
         )
-    is_comparing = method.name != "rejection" or rollout.min_reward is None
+    is_comparing = not method.selects_best or rollout.min_reward is None
     if is_comparing and rollout.num_rollouts < method.min_rollouts:
         yield conflict(
             "rollout.num_rollouts",

@@ -19,8 +19,8 @@ from valence.rewards.calls import Calls
 from valence.rewards.combine import Combined
 from valence.rewards.judge import PairComparer, ShownPair
 from valence.rewards.run import close, score_all
-from valence.rewards.sources import loaded_sources
 from valence.types import Completion, Score
+from valence.user_code.sources import loaded_sources
 
 if TYPE_CHECKING:
     from valence.config.schema import RewardSettings

@@ -69,13 +69,13 @@ from valence.rewards.build import (
     reward_names,
 )
 from valence.rewards.cache import digest
-from valence.rewards.sources import are_current
 from valence.runs.lock import NAME as LOCK_NAME
 from valence.runs.lock import Lock
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
 from valence.types import Completion, Content, Prompt, content_id
+from valence.user_code.sources import are_current
 
 PROMPTS, RESULT, REPORT = "prompts.jsonl", "compare.json", "report.html"
 REPLIES = "replies"

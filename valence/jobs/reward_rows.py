@@ -25,7 +25,6 @@ from valence.lifecycle.reward_models import reward_model
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
 from valence.trainer.evaluate import as_text
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, prepare
 from valence.trainer.targets import load_target, with_files
 from valence.types import (
@@ -132,9 +131,7 @@ def list_rewards(
         entries = ", ".join(
             r if r.lstrip().startswith("{") else json.dumps(r, ensure_ascii=False) for r in rewards
         )
-        recipe = load_recipe(
-            BARE, [f"reward=[{entries}]"], method_of=method_of, training=False
-        ).recipe
+        recipe = load_recipe(BARE, [f"reward=[{entries}]"], training=False).recipe
         return list(recipe.reward)
     specs = list(load_target(target, overrides).recipe.reward) if target is not None else []
     if not specs:

@@ -9,13 +9,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from valence.config.load import load_recipe
 from valence.data.convert import CONVERSIONS
-from valence.data.importers.sources import command_name, detect_source, is_source
+from valence.data.importers.sources import command_name, detect_source, is_source, source_name
 from valence.data.kind_names import METHOD_FOR
 from valence.data.kinds import KINDS
 from valence.data.load import (
@@ -33,8 +33,8 @@ from valence.data.values import as_number, thumb
 from valence.errors import UserError
 from valence.files import check_path
 from valence.jobs.row_job import replace_file
+from valence.methods import Method, method_of
 from valence.reports.verdict import rows_needed
-from valence.trainer.methods import Method, method_of
 from valence.types import Example, Judgement, Kind, plural
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -64,7 +64,8 @@ PURPOSES = {
 class FileFacts:
     """What was seen in a file of rows.
 
-    counts: rows by what they are, such as rated answers. bad: rows that cannot be used.
+    counts: rows by what they are, such as rated answers. bad: rows that cannot be used. others:
+    rows of other kinds, which an export of a feedback tool has too.
     scores: different scores of answers that have nothing else, ascending. positions: of the prompts
     (``PromptSplit.position``).
     """
@@ -77,11 +78,12 @@ class FileFacts:
     threshold: float | None
     is_all_up: bool
     positions: Sequence[float]
+    others: Counter[str]
 
     @property
     def summary(self) -> str:
-        counts = ", ".join(f"{count:,} {name}" for name, count in self.counts.most_common())
-        return f"{counts}; {len(set(self.positions)):,} different prompts"
+        summary = f"{_listed(self.counts)}; {len(set(self.positions)):,} different prompts"
+        return f"{summary}; not used: {_listed(self.others)}" if self.others else summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,7 @@ def write_recipe(
 ) -> WrittenRecipe:
     """Look at a file of rows, and write a recipe that trains on it.
 
-    Raises UserError if a file is there already, if the file is an export of a feedback tool, and if
-    no recipe fits its rows.
+    Raises UserError if a file is there already, and if no recipe fits its rows.
     """
     check_path(out)
     file = _recognize(file)
@@ -117,12 +118,12 @@ def write_recipe(
             where=str(out),
             fix="choose another --out, or move this file away",
         )
-    facts = look_at(file)
+    facts = look_at(file, method_of(method).kind if method else None)
     name, conversion = _choose(facts, method)
     text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
     replace_file(out, text)
     try:
-        load_recipe(out, method_of=method_of)
+        load_recipe(out)
     except UserError:
         out.unlink()
         raise
@@ -132,10 +133,11 @@ def write_recipe(
 # Look at the rows
 
 
-def look_at(file: DataFile) -> FileFacts:
+def look_at(file: DataFile, kind: Kind | None = None) -> FileFacts:
     """Read all rows of a file that ``recognize`` returned.
 
-    Raises UserError if most of them cannot be used.
+    kind: of the rows to use of an export that has several kinds; by default the most frequent one.
+    Raises UserError if most rows cannot be used.
     """
     examples: list[Example] = []
     bad: list[BadRow] = []
@@ -153,15 +155,19 @@ def look_at(file: DataFile) -> FileFacts:
             fix=first.fix,
         )
     kinds = Counter[Kind](_kind(example) for example in examples)
-    if len(kinds) > 1:
-        listed = ", ".join(f"{count:,} {plural(kind)}" for kind, count in kinds.most_common())
+    if not kinds:
+        _refuse_empty(file)
+    if len(kinds) > 1 and not is_source(file.format):
         raise UserError(
-            f"the rows are of several kinds: {listed}",
+            f"the rows are of several kinds: {_listed(Counter(map(plural, kinds.elements())))}",
             code="kind-mismatch",
             where=file.path,
             fix="put each kind into a separate file, and write a recipe for each",
         )
-    kind = next(iter(kinds))
+    if kind is None or kind not in kinds:
+        kind = kinds.most_common(1)[0][0]
+    others = Counter(_described(e) for e in examples if _kind(e) != kind)
+    examples = [e for e in examples if _kind(e) == kind]
     scores = [e.score for e in examples if isinstance(e, Judgement) and e.score is not None]
     labels = [e.label for e in examples if isinstance(e, Judgement)]
     split = PromptSplit(SHARES[0])
@@ -174,32 +180,45 @@ def look_at(file: DataFile) -> FileFacts:
         _threshold(scores) if kind == "scored" and scores else None,
         bool(labels) and all(labels),
         [split.position(example.prompt) for example in examples],
+        others,
     )
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
 
 
 def _recognize(file: DataFile) -> DataFile:
-    """``recognize``, with commands to paste for an export, and where no format fits."""
-    tool = file.format if is_source(file.format) else None
+    """``recognize``, also of exports of feedback tools, with a command to paste where no format
+    fits.
+    """
     try:
-        if tool is None:
-            return recognize(file)
+        return recognize(file)
     except UserError as error:
-        if file.format is None and not file.keys:
-            tool = detect_source(_head(file))
-        if tool is None and error.code == "format-unknown-columns":
-            fix = _command_to_name_columns(file)
-            raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
-        if tool is None:
+        if file.format is None and not file.keys and (tool := detect_source(_head(file))):
+            return replace(file, format=tool)
+        if error.code != "format-unknown-columns":
             raise
-    assert tool is not None
-    tool = command_name(tool)
-    convert = shlex.join(["valence", "import", tool, file.path, "--out", "feedback.jsonl"])
-    raise UserError(
-        f"this is an export of {tool}, whose votes must be converted to rows first",
-        code="init-export",
-        where=file.path,
-        fix=f"run `{convert}`, then `valence init feedback.jsonl`",
-    )
+        fix = _command_to_name_columns(file)
+        raise UserError(error.message, code=error.code, where=error.where, fix=fix) from error
+
+
+def _refuse_empty(file: DataFile) -> None:
+    """Raise UserError with the reasons why nothing in the file can be used."""
+    try:
+        load([file], "judgement", on_bad_row="skip")
+    except UserError as error:
+        if file.format is None or not is_source(file.format):
+            raise
+        tool = command_name(source_name(file.format))
+        command = shlex.join(["valence", "import", tool, file.path, "OTHER_FILE"])
+        raise UserError(
+            error.message,
+            code=error.code,
+            where=error.where,
+            fix=f"export the conversations too; if they are in another file, run `{command} --out "
+            "feedback.jsonl`, then `valence init feedback.jsonl`",
+        ) from error
 
 
 def _command_to_name_columns(file: DataFile) -> str:

@@ -26,6 +26,7 @@ from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.signals import SharedStop, Stop
 from valence.terminal import Terminal
+from valence.trainer.callbacks import CallbackLike
 from valence.trainer.examples import StoredExamples
 from valence.trainer.memory import MemoryRetry
 from valence.trainer.model_files import ModelWriter
@@ -33,7 +34,7 @@ from valence.trainer.optim import OptimizerLike, SchedulerLike
 from valence.trainer.prepare import Prepared
 from valence.trainer.saver import Saver
 from valence.trainer.state import TrainState
-from valence.trainer.trainer import Callback, Trainer
+from valence.trainer.trainer import Trainer
 
 SCORES = "scores"
 """Folder of a run with cached scores, and the replies of LLM judges."""
@@ -49,7 +50,7 @@ def make_trainer(
     optimizer: OptimizerLike | None = None,
     scheduler: SchedulerLike = None,
     sinks: Sequence[Sink] = (),
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[CallbackLike] = (),
     console: Console | None = None,
     quiet: bool = False,
     stop: Stop | None = None,

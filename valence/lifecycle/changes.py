@@ -20,6 +20,7 @@ from safetensors.torch import save
 from valence.checksums import KEY, checksum
 from valence.distributed.process_group import Group
 from valence.errors import UserError
+from valence.methods import method_of
 from valence.models.policy_model import PolicyModel
 from valence.runs.folder import versions
 from valence.trainer.prepare import Corpus, Prepared
@@ -132,8 +133,13 @@ def refuse(
 
 
 def settings_of(prepared: Prepared) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON values."""
+    """Every setting by its dotted name, as JSON values, and digests of users' losses."""
     settings = {name: setting.value for name, setting in prepared.source.settings.items()}
+    recipe = prepared.recipe
+    methods = {"method": prepared.method} | {
+        f"mix.{i}.method": method_of(part.method) for i, part in enumerate(recipe.mix)
+    }
+    settings |= {f"{name}.source": m.source for name, m in methods.items() if m.is_custom}
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -205,13 +211,11 @@ def _changed_settings(
         before, after = was.get(name), now.get(name)
         if before == after or name in FREE or name.startswith("run.sinks"):
             continue
-        if name not in was and settings[name].is_default:  # new in this version
+        setting = settings.get(name)  # None for the code of a user's loss
+        if name not in was and setting is not None and setting.is_default:  # new in this version
             continue
-        if (
-            name in now
-            and settings[name].origin in ("the rows", "loss.class_weights: auto")
-            and rows
-        ):
+        automatic = ("the rows", "loss.class_weights: auto")
+        if name in now and setting is not None and setting.origin in automatic and rows:
             continue
         if name in LENGTH_SETTINGS and not _is_shorter(was, prepared):
             continue

@@ -77,7 +77,11 @@ def run_to_end(trainer: Trainer) -> Trainer:
                 if trainer.pages is not None:
                     trainer.pages.write(status)
                 folder.state(status=status)  # last: what is done is not done again
-        folder.close()
+        try:
+            if not at_once:
+                trainer.callbacks.on_end(trainer, status)
+        finally:
+            folder.close()
     return trainer
 
 

@@ -11,19 +11,20 @@ from pathlib import Path
 from rich.console import Console
 
 from valence.config.load import load_recipe
+from valence.config.needs import method_in
 from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
 from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.errors import UserError
 from valence.lifecycle.assemble import make_trainer
 from valence.lifecycle.models import build_models
+from valence.methods import method_of
 from valence.models.cache import CachedReference
 from valence.planning.plan import planned_tokens
 from valence.reports.console import Progress
 from valence.runs.folder import RunFolder, now
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
-from valence.trainer.methods import method_in, method_of
 from valence.trainer.prepare import prepare
 from valence.trainer.step import Objective
 from valence.trainer.trainer import Trainer
@@ -46,7 +47,7 @@ def score(
     afterwards. Raises UserError if the recipe uses no cache, or cached values are wrong.
     """
     world, console = group or SingleProcess(), console or Terminal()
-    source = load_recipe(recipe, overrides, method_of=method_of)
+    source = load_recipe(recipe, overrides)
     where = source.recipe.reference.cache
     with source.placing():
         methods = [

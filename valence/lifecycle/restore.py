@@ -20,7 +20,6 @@ from valence.lifecycle.saved_models import At, load_saved_models
 from valence.planning.plan import planned_tokens
 from valence.rewards.build import is_function, is_server
 from valence.runs.folder import read_object
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run, recipe_of
 from valence.trainer.trainer import Trainer
@@ -146,7 +145,7 @@ def open_recipe(
             where="--step",
             fix="remove --step, or pass a run folder",
         )
-    source = load_recipe(recipe, overrides, method_of=method_of, training=False, name=name)
+    source = load_recipe(recipe, overrides, training=False, name=name)
     prepared = prepare(source, rewards=rewards)
     policy, reference = build_models(prepared, group=group)
     return make_trainer(

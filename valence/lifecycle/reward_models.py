@@ -21,7 +21,7 @@ from valence.planning.reward_models import (
     placed_at_reward,
 )
 from valence.rewards.calls import CallBackend
-from valence.rewards.threads import Raised, in_thread
+from valence.rewards.threads import in_thread
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run
 from valence.types import (
@@ -34,6 +34,7 @@ from valence.types import (
     TokenizedCompletion,
     TokenizedExample,
 )
+from valence.user_code.attempt import Raised
 
 HERE = Origin("a completion", 0)
 

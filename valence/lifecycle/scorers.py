@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
+from valence.config.needs import method_in
 from valence.config.schema import Model, Recipe
 from valence.errors import UserError
 from valence.lifecycle.saved_models import load_saved_models
@@ -33,7 +34,6 @@ from valence.models.loading import load_config
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer, has_score_head, widen_head
-from valence.trainer.methods import method_in
 from valence.trainer.prepare import with_dtype
 from valence.types import MicroBatch
 

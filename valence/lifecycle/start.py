@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,6 @@ from valence.runs.messages import Messages
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.trainer.held_out import held_out_warning
-from valence.trainer.methods import method_of
 from valence.trainer.prepare import Prepared, class_weight_warning, prepare, with_dtype
 from valence.trainer.trainer import Trainer
 
@@ -110,6 +111,7 @@ def build_run(
     stop: Stop | None = None,
     group: Group | None = None,
     loads_finished: bool = True,
+    new_folder: bool = False,
     **parts: Any,
 ) -> Trainer:
     """Return a trainer that is ready to ``fit``.
@@ -119,14 +121,17 @@ def build_run(
 
     rows: by name (``train``, ``eval``), in place of those of the recipe. The other arguments are
     those of ``valence.train``. loads_finished: False is for internal use; a finished run is then
-    not loaded.
+    not loaded. new_folder: use a folder that does not exist yet if run.dir is not set.
     """
     world = group or SingleProcess()
     model, reference = stock_model(model, "model"), stock_model(reference, "reference")
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
     in_memory = [name for name, value in in_memory_rows.items() if value is not None]
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
+    source = load_recipe(recipe, overrides, in_memory=in_memory)
+    if new_folder and source.settings["run.dir"].is_default:
+        path = run_on_first_rank(world, partial(_unused_folder, source.recipe.method))
+        source = source.with_automatic("run.dir", path, "a new folder")
     checked = source.recipe
     if model is not None:
         check_trains(model, checked.model)
@@ -202,6 +207,13 @@ def build_run(
     if finished:
         folder.close()
     return trainer
+
+
+def _unused_folder(method: str) -> str:
+    """A path in ``runs`` for a run of a method, at which nothing is: ``kto``, ``kto-2``, ..."""
+    name = method.rpartition(":")[2]
+    paths = (f"runs/{name}" if number == 1 else f"runs/{name}-{number}" for number in count(1))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _is_finished(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from valence.losses import (
@@ -24,11 +25,19 @@ from valence.losses import (
     stats,
     unpaired,
 )
-from valence.losses.average import INSIDE, OF_TOKENS, Average, among, weighted_sum
+from valence.losses.average import AVERAGE_OF, INSIDE, OF_TOKENS, Average, among, weighted_sum
 from valence.losses.lazy import Tensor, torch
 from valence.losses.metrics import Metrics, Rewards, Settings
 from valence.losses.modifiers import MODIFIERS, Modifier, Needs
-from valence.losses.views import VIEWS, Named, View, token_columns
+from valence.losses.views import (
+    COMPUTED,
+    INPUTS,
+    OF_SAMPLES,
+    VIEWS,
+    Named,
+    View,
+    token_columns,
+)
 from valence.types import Kind, MicroBatch, PolicyOutput
 
 __all__ = ["LOSSES", "Loss"]
@@ -36,13 +45,24 @@ __all__ = ["LOSSES", "Loss"]
 Direction = Literal[-1, 0, 1]
 
 
+_DERIVED: Any = None
+"""Fields of a loss that follow from the inputs of its function, unless they are given."""
+
+
 @dataclass(frozen=True)
 class Loss:
-    """One row of the table.
+    """A loss: a function of named tensors, how it is averaged, and what else it needs.
 
-    direction: where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down).
+    Only ``fn`` is required. Its positional parameters name tensors of one of the ``VIEWS``, and its
+    keyword-only parameters are settings. The function returns one value per token, sequence or
+    pair. The view, the average, the rows, the metrics and the implicit reward follow from the
+    inputs (``_derived``) unless they are given.
+
+    data: kind of the rows. direction: where a descent step moves each kind of log-probability at
+    r = 0 (1 up, -1 down).
     statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights.
-    credit: scores[S], units[S], and mean and deviation of the step's scores -> advantages[S].
+    credit: of stored completions: scores[S], units[S], and mean and deviation of the step's scores
+    -> advantages[S]. advantage: of completions of the policy, see ``losses.advantage``.
     shifts: it reads BCO's running delta. couples: the loss of a sequence depends on all others of
     the step.
     defaults: of settings, if they differ from those of a modifier. needs: see Needs. clashes:
@@ -50,21 +70,63 @@ class Loss:
     """
 
     fn: Callable[..., Tensor]
-    view: View
-    average: Average
-    data: Kind
-    metrics: Callable[..., Metrics]
-    direction: Mapping[str, Direction]
+    view: View = _DERIVED
+    average: Average = _DERIVED
+    data: Kind = _DERIVED
+    metrics: Callable[..., Metrics] = _DERIVED
+    direction: Mapping[str, Direction] = field(default_factory=dict[str, Direction])
     reward: metrics.Reward | None = None
     modifiers: tuple[str, ...] = ()
     statistic: Callable[..., Tensor] | None = None
     credit: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    advantage: Callable[..., Any] | None = None
     balances: Callable[..., tuple[float, float]] | None = None
     shifts: bool = False
     couples: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs: Needs = ()
     clashes: tuple[tuple[str, Any, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self._derived().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _derived(self) -> dict[str, Any]:
+        """The fields that follow from the names of the inputs."""
+        reads = set(self.reads) - COMPUTED
+        view = self.view or next((view for view in INPUTS if reads <= INPUTS[view]), "token")
+        fields: dict[str, Any] = {"view": view, "average": AVERAGE_OF[view]}
+        if view in ("pair", "score_pair"):
+            fields["data"] = "preference"
+        elif view == "score":
+            fields["data"] = "scored"
+        elif view == "seq" and "label" in reads:
+            fields["data"] = "judgement"
+        elif not reads.isdisjoint(OF_SAMPLES):
+            fields["data"] = "ranking"
+        else:
+            fields["data"] = "demonstration"
+        data = self.data or fields["data"]
+        if view == "score":
+            fields["metrics"] = reward.single_scores
+        elif view == "score_pair":
+            fields["metrics"] = reward.paired_scores
+        elif data == "ranking":
+            fields |= {
+                "metrics": metrics.policy_gradient,
+                "credit": advantage.within_group,
+                "advantage": advantage.of_group_norm,
+            }
+        elif view == "token":
+            fields["metrics"] = metrics.imitation
+        elif data == "demonstration":
+            fields["metrics"] = metrics.none
+        else:
+            fields["metrics"] = metrics.paired if view == "pair" else metrics.unpaired
+            has_reference = any(name.startswith("ref") for name in reads)
+            fields["reward"] = metrics.log_ratio if has_reference else metrics.likelihood
+        return fields
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -258,98 +320,52 @@ _F = ("f_divergence",)
 _SAMPLED = ("humanline", "correction", "kl_penalty")
 
 
-def _unpaired(fn: Callable[..., Tensor], **more: Any) -> Loss:
-    base: dict[str, Any] = {
-        "view": "seq",
-        "average": "seq_mean",
-        "data": "judgement",
-        "metrics": metrics.unpaired,
-        "direction": _UP_DOWN,
-        "reward": metrics.log_ratio,
-        "modifiers": ("humanline",),
-    }
-    return Loss(fn, **(base | more))
-
-
-def _paired(
-    fn: Callable[..., Tensor],
-    modifiers: tuple[str, ...],
-    reward: metrics.Reward | None = None,
-    **more: Any,
-) -> Loss:
-    """A loss of pairs. reward: by default beta * (logp - ref), or beta * logp without a reference."""
-    if reward is None:
-        reward = (
-            metrics.log_ratio if "ref_w" in inspect.signature(fn).parameters else metrics.likelihood
-        )
-    base: dict[str, Any] = {
-        "view": "pair",
-        "average": "pair_mean",
-        "data": "preference",
-        "metrics": metrics.paired,
-        "direction": _UP_DOWN,
-        "reward": reward,
-        "modifiers": modifiers,
-    }
-    return Loss(fn, **(base | more))
-
-
-def _policy(
-    fn: Callable[..., Tensor],
-    average: Average,
-    credit: Callable[..., Tensor],
-    metrics: Callable[..., Metrics],
-    **more: Any,
-) -> Loss:
-    base: dict[str, Any] = {
-        "view": "token",
-        "data": "ranking",
-        "direction": _UP_DOWN,
-        "modifiers": _SAMPLED,
-        "credit": credit,
-    }
-    return Loss(fn, average=average, metrics=metrics, **(base | more))
+def _row(fn: Callable[..., Tensor], modifiers: tuple[str, ...] = (), **fields: Any) -> Loss:
+    base: dict[str, Any] = {"direction": _UP_DOWN, "modifiers": modifiers}
+    return Loss(fn, **(base | fields))
 
 
 # fmt: off
-LOSSES: dict[str, Loss] = {
-    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl, balances=stats.class_weights,
-                                   needs=(("desirable_weight", "class_weights", "given"), ("undesirable_weight", "class_weights", "given"))),
-    "apo_zero_unpaired": _unpaired(unpaired.apo_zero_unpaired),
-    "bco":               _unpaired(unpaired.bco, shifts=True),
-    "aot_unpaired":      _unpaired(coupled.aot_unpaired, average="class_mean", couples=True),
-    "dpo":               _paired(preference.dpo,        _LONG + _SOFT + _F),
-    "dpo_norm":          _paired(preference.dpo_norm,   _NORM + _SOFT + _F, metrics.log_ratio_per_token),
-    "robust_dpo":        _paired(preference.robust_dpo, _LONG + _SOFT + _F),
-    "ipo":               _paired(preference.ipo,        _LONG + _F, metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"),)),
-    "hinge":             _paired(preference.hinge,      _LONG + _F),
-    "slic":              _paired(preference.slic,       ("ld_alpha",), metrics.unscaled_likelihood),
-    "simpo":             _paired(preference.simpo,      (*_SOFT, "nll"), metrics.likelihood_per_token),
-    "cpo":               _paired(preference.cpo,        ("ld_alpha", "nll"), metrics.likelihood, defaults={"nll_weight": 1.0}),
-    "orpo":              _paired(preference.orpo,       (), metrics.likelihood_per_token),
-    "apo_zero":          _paired(preference.apo_zero,   _LONG),
-    "apo_down":          _paired(preference.apo_down,   _LONG, direction={"chosen": 0, "rejected": -1}),
-    "exo":               _paired(preference.exo,        _LONG + _SOFT + _F, defaults={"label_smoothing": 1e-3}),
-    "nca":               _paired(preference.nca,        _LONG),
-    "bco_pair":          _paired(preference.bco_pair,   _LONG, shifts=True),
-    "sppo":              _paired(preference.sppo,       _LONG),
-    "dpop":              _paired(preference.dpop,       _LONG, metrics.log_ratio_penalized),
-    "discopop":          _paired(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
-    "aot":               _paired(coupled.aot,           _LONG + _SOFT, couples=True),
-    "bradley_terry":     Loss(reward.bradley_terry, "score_pair", "pair_mean", "preference", reward.paired_scores, _UP_DOWN),
-    "pointwise":         Loss(reward.pointwise, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN,
-                              needs=(("huber_delta", "error", "huber"),)),
-    "ordinal":           Loss(reward.ordinal, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
-    "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
-    "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
-    "grpo":              _policy(policy.ppo_clip, "seq_mean_token_mean", advantage.within_group, metrics.clipped_tokens),
-    "dr_grpo":           _policy(policy.ppo_clip, "constant",   advantage.above_group,  metrics.clipped_tokens),
-    "dapo":              _policy(policy.ppo_clip, "token_mean", advantage.within_group, metrics.clipped_tokens, defaults={"eps_high": 0.28}),
-    "gspo":              _policy(policy.gspo,     "seq_mean",   advantage.within_group, metrics.clipped_answers, view="answer"),
-    "cispo":             _policy(policy.cispo,    "token_mean", advantage.within_group, metrics.capped_tokens),
-    "rloo":              _policy(policy.rloo,     "seq_mean",   advantage.above_others, metrics.policy_gradient, view="answer"),
-    "reinforce_pp":      _policy(policy.ppo_clip, "token_mean", advantage.over_step,    metrics.clipped_tokens),
-    "ppo":               _policy(policy.ppo_clip, "token_mean", advantage.over_step,    metrics.clipped_tokens,
-                                 modifiers=(*_SAMPLED, "value")),
-}
+LOSSES: Mapping[str, Loss] = MappingProxyType({
+    "kto":               _row(unpaired.kto,               ("humanline",), statistic=stats.mismatched_kl, balances=stats.class_weights,
+                              needs=(("desirable_weight", "class_weights", "given"), ("undesirable_weight", "class_weights", "given"))),
+    "apo_zero_unpaired": _row(unpaired.apo_zero_unpaired, ("humanline",)),
+    "bco":               _row(unpaired.bco,               ("humanline",), shifts=True),
+    "aot_unpaired":      _row(coupled.aot_unpaired,       ("humanline",), average="class_mean", couples=True),
+    "dpo":               _row(preference.dpo,        _LONG + _SOFT + _F),
+    "dpo_norm":          _row(preference.dpo_norm,   _NORM + _SOFT + _F, reward=metrics.log_ratio_per_token),
+    "robust_dpo":        _row(preference.robust_dpo, _LONG + _SOFT + _F),
+    "ipo":               _row(preference.ipo,        _LONG + _F, reward=metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"),)),
+    "hinge":             _row(preference.hinge,      _LONG + _F),
+    "slic":              _row(preference.slic,       ("ld_alpha",), reward=metrics.unscaled_likelihood),
+    "simpo":             _row(preference.simpo,      (*_SOFT, "nll"), reward=metrics.likelihood_per_token),
+    "cpo":               _row(preference.cpo,        ("ld_alpha", "nll"), defaults={"nll_weight": 1.0}),
+    "orpo":              _row(preference.orpo,       reward=metrics.likelihood_per_token),
+    "apo_zero":          _row(preference.apo_zero,   _LONG),
+    "apo_down":          _row(preference.apo_down,   _LONG, direction={"chosen": 0, "rejected": -1}),
+    "exo":               _row(preference.exo,        _LONG + _SOFT + _F, defaults={"label_smoothing": 1e-3}),
+    "nca":               _row(preference.nca,        _LONG),
+    "bco_pair":          _row(preference.bco_pair,   _LONG, shifts=True),
+    "sppo":              _row(preference.sppo,       _LONG),
+    "dpop":              _row(preference.dpop,       _LONG, reward=metrics.log_ratio_penalized),
+    "discopop":          _row(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
+    "aot":               _row(coupled.aot,           _LONG + _SOFT, couples=True),
+    "bradley_terry":     _row(reward.bradley_terry),
+    "pointwise":         _row(reward.pointwise, needs=(("huber_delta", "error", "huber"),)),
+    "ordinal":           _row(reward.ordinal),
+    "sft":               _row(imitation.sft, direction={"chosen": 1}),
+    "dft":               _row(imitation.dft, direction={"chosen": 1}),
+    "grpo":              _row(policy.ppo_clip, _SAMPLED, average="seq_mean_token_mean", metrics=metrics.clipped_tokens),
+    "dr_grpo":           _row(policy.ppo_clip, _SAMPLED, average="constant", metrics=metrics.clipped_tokens,
+                              credit=advantage.above_group, advantage=advantage.of_group_centre),
+    "dapo":              _row(policy.ppo_clip, _SAMPLED, metrics=metrics.clipped_tokens, defaults={"eps_high": 0.28}),
+    "gspo":              _row(policy.gspo,     _SAMPLED, metrics=metrics.clipped_answers),
+    "cispo":             _row(policy.cispo,    _SAMPLED, metrics=metrics.capped_tokens),
+    "rloo":              _row(policy.rloo,     _SAMPLED, credit=advantage.above_others, advantage=advantage.of_leave_one_out),
+    "reinforce_pp":      _row(policy.ppo_clip, _SAMPLED, metrics=metrics.clipped_tokens,
+                              credit=advantage.over_step, advantage=advantage.of_reward_to_go),
+    "ppo":               _row(policy.ppo_clip, (*_SAMPLED, "value"), metrics=metrics.clipped_tokens,
+                              credit=advantage.over_step, advantage=advantage.gae),
+})
 # fmt: on
+"""The built-in losses, by method. Read-only: pass another loss as ``method``."""

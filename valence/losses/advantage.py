@@ -1,16 +1,15 @@
 """Advantages: how much better a completion is than others, from its score or reward.
 
 Methods that train on stored, scored completions have an advantage function of the signature
-(score[S], group[S], moments[2]) in the table of losses; moments are the mean and standard deviation
-of the scores of the step. ``CREDITS`` has the advantage function of each method that trains on
-completions of the policy, for all completions of a round: its positional parameters are its inputs,
-its keyword-only parameters the settings of the method.
+(score[S], group[S], moments[2]) in the table of losses (``credit``); moments are the mean and
+standard deviation of the scores of the step. The functions of the field ``advantage`` are for all
+completions that the policy has sampled in a round: their positional parameters are their inputs,
+their keyword-only parameters settings of the method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
@@ -256,16 +255,3 @@ def _laid_out(values: Tensor, owner: Tensor, answers: int) -> tuple[Tensor, Tens
     place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
     rows = values.new_zeros(answers, int(counts.max()) if answers else 0)
     return rows.index_put((owner, place), values), place
-
-
-CREDITS: dict[str, Callable[..., Any]] = {
-    "grpo": of_group_norm,
-    "dr_grpo": of_group_centre,
-    "dapo": of_group_norm,
-    "gspo": of_group_norm,
-    "cispo": of_group_norm,
-    "rloo": of_leave_one_out,
-    "reinforce_pp": of_reward_to_go,
-    "ppo": gae,
-}
-"""The advantage function of each method."""

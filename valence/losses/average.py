@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from valence.losses.lazy import Tensor, torch
+from valence.losses.views import View
 from valence.types import MicroBatch
 
 Average = Literal[
@@ -105,6 +106,15 @@ INSIDE: dict[Average, Callable[..., Tensor]] = {
     "constant": constant,
 }
 """Applied to token losses before they are summed. Keyword-only parameters are settings."""
+AVERAGE_OF: dict[View, Average] = {
+    "token": "token_mean",
+    "answer": "seq_mean",
+    "seq": "seq_mean",
+    "pair": "pair_mean",
+    "score": "seq_mean",
+    "score_pair": "pair_mean",
+}
+"""The average of losses of each view that choose no other."""
 PER_TOKEN: frozenset[Average] = frozenset(("token_mean", "seq_mean_token_mean", "constant"))
 """The averages of token losses."""
 OF_TOKENS: dict[Average, Average] = {"seq_mean": "seq_mean_token_mean"}

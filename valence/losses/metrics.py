@@ -37,7 +37,8 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
 
 def log_ratio(sums: Sums, settings: Settings) -> Tensor:
     """beta * (logp - ref)."""
-    return settings["beta"] * (sums["logp"] - sums["ref"])
+    # a user's loss may have no setting of this name
+    return settings.get("beta", 1.0) * (sums["logp"] - sums["ref"])
 
 
 def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
@@ -60,7 +61,7 @@ def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
 
 def likelihood(sums: Sums, settings: Settings) -> Tensor:
     """beta * logp."""
-    return settings["beta"] * sums["logp"]
+    return settings.get("beta", 1.0) * sums["logp"]
 
 
 def unscaled_likelihood(sums: Sums, settings: Settings) -> Tensor:
@@ -101,6 +102,12 @@ def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
             numbers[f"logratio/{name}"] = mean(logp - view[f"ref_{side}"])
     numbers["rewards/accuracies"] = mean(won(chosen - rejected))
     return numbers
+
+
+def none(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
+    """No metrics but the loss."""
+    del view, rewards, settings
+    return {}
 
 
 def imitation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:

@@ -177,3 +177,24 @@ VIEWS: dict[View, Callable[[MicroBatch, Mapping[str, Tensor]], Named]] = {
     "score": score_view,
     "score_pair": score_pair_view,
 }
+
+_TOKENS = frozenset(
+    ("logp_t", "ref_t", "old_t", "adv_t", "sampler_t", "value_t", "return_t", "critic_t")
+) | {"sum_sq_t", "n_t", "weight_t"}
+_OF_PAIRS = frozenset(("margin", "soft", "weight", "unit"))
+INPUTS: dict[View, frozenset[str]] = {
+    "token": _TOKENS,
+    "seq": frozenset(("logp", "ref", "n", "label", "weight", "unit", "confidence")),
+    "pair": _OF_PAIRS
+    | {f"{name}_{side}" for name in ("logp", "ref", "n", "confidence") for side in "wl"},
+    "answer": _TOKENS | {"logp", "ref", "old", "sampler", "adv", "n", "weight"},
+    "score": frozenset(("score", "target", "target_mask", "weight")),
+    "score_pair": _OF_PAIRS | {"score_w", "score_l"},
+}
+"""The names in each view. A loss has the first view that contains all its inputs."""
+COMPUTED = frozenset(("z0", "delta", "wrong", "thresholds"))
+"""Inputs of losses that no view has: statistics, and what modifiers and models add."""
+OF_SAMPLES = frozenset(
+    f"{name}{end}" for name in ("old", "adv", "sampler", "value", "return") for end in ("", "_t")
+)
+"""Inputs that only completions with scores or advantages have."""

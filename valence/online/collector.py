@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from valence.config.needs import read_of_tokens
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, out_of_memory
 from valence.losses.policy import k1, k3
+from valence.methods.sample_builders import EXCLUSIONS, RolloutGroup
 from valence.models.reference import FrozenReference
 from valence.online.engines import RolloutEngine
 from valence.online.packed import packed_completions, unpacked_records
@@ -30,9 +32,7 @@ from valence.runs.messages import Messages
 from valence.runs.signals import Interrupted, SharedStop
 from valence.trainer.evaluate import Evaluation, as_text
 from valence.trainer.memory import MemoryRetry
-from valence.trainer.methods import read_of_tokens
 from valence.trainer.prepare import Corpus, Prepared
-from valence.trainer.sample_builders import EXCLUSIONS, RolloutGroup
 from valence.trainer.sampling import sampling_failed
 from valence.trainer.state import TrainState
 from valence.types import Chat, Completion, Mean, MicroBatch, Prompt, Score, TokenizedExample

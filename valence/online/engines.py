@@ -131,6 +131,10 @@ class ServerEngine:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if self._policy.device.type == "cuda":
+            if self._sleeps:  # else the server would lack what the processes have reserved
+                torch.cuda.empty_cache()
+            self._world.barrier("before sampling")  # it may use the GPUs of several
         with self._world.long_phase(name, self._assist) as self._call_assistants:
             try:
                 yield
@@ -185,8 +189,6 @@ class ServerEngine:
         if not (self._sleeps and isinstance(generator, VLLMGenerator)):
             yield
             return
-        if self._policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # else the server would lack what this process has reserved
         generator.wake()
         yield
         generator.sleep()

@@ -13,13 +13,13 @@ from valence.batching.kl_pairs import make_kl_pairs
 from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
+from valence.methods.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
 from valence.online.collector import Collector, QueuedRound, RolloutPrompt, RoundTally
 from valence.online.packed import packed, unpacked
 from valence.runs.messages import Messages
 from valence.trainer.evaluate import Evaluation
 from valence.trainer.examples import NothingToLearnError, StepExamples
 from valence.trainer.prepare import Corpus, Prepared
-from valence.trainer.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
 from valence.trainer.state import TrainState
 from valence.types import Completion, Prompt, TokenizedExample
 

@@ -14,12 +14,14 @@ from torch import nn
 
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import StepPacker
+from valence.config.needs import read_of_tokens
 from valence.data.sampler import Sampler
 from valence.data.tokenized_dataset import TokenizedDataset
 from valence.distributed.launcher import usable_cores
 from valence.distributed.process_group import Group, SingleProcess
 from valence.distributed.tensor_parallel import check_tensor_parallel
 from valence.errors import UserError
+from valence.methods import Method
 from valence.models import speed
 from valence.models.build import DTYPES, best_device, check_vocabulary
 from valence.models.checkpointing import Checkpointing, recompute_layers
@@ -47,7 +49,6 @@ from valence.planning.memory import (
 )
 from valence.reports.formatting import duration
 from valence.rollouts.servers import Placement
-from valence.trainer.methods import Method, read_of_tokens
 from valence.trainer.optim import optimizer_class
 from valence.trainer.prepare import Prepared
 from valence.types import TokenizedExample, plural

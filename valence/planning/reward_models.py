@@ -10,13 +10,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from valence.config.load import LISTS, LoadedRecipe
+from valence.config.needs import method_in
 from valence.config.schema import Dtype
 from valence.errors import UserError, field_problem
 from valence.models.loading import load_config
 from valence.models.scores import has_score_head
 from valence.rewards.build import KINDS
 from valence.rewards.rules import setting_error_code
-from valence.trainer.methods import method_in
 from valence.trainer.targets import is_run, load_target
 
 

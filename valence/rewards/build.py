@@ -25,14 +25,13 @@ from valence.rewards.judge import (
 )
 from valence.rewards.rules import RULES, Rules, rule_of
 from valence.types import Completion, Score
+from valence.user_code.load import IMPORT_PATH, PYTHON_FILE, is_import_path
 
 if TYPE_CHECKING:
     from valence.config.schema import RewardSettings
 
 RESERVED_NAMES = ("mean", "std", "min", "max")
 """Names of the metrics of the sum."""
-FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-PYTHON_FILE = re.compile(r"\.py(:|$)")
 HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
@@ -43,9 +42,7 @@ KINDS = (
 
 def is_function(target: str) -> bool:
     """Whether a reward is a function, named by module and function."""
-    return (
-        target not in RULES and bool(FUNCTION.fullmatch(target)) and not PYTHON_FILE.search(target)
-    )
+    return target not in RULES and is_import_path(target)
 
 
 def judge_settings(spec: RewardSettings, where: str) -> JudgeSettings | None:
@@ -205,7 +202,7 @@ def _default_name(target: str) -> str:
     if target.startswith(("http://", "https://")):
         host = re.sub(r"^https?://([^@/]*@)?", "", target.split(",")[0]).partition("/")[0]
         return re.sub(r"[^\w.-]+", "-", host) or "server"
-    last = target.rstrip("/").rpartition(":" if FUNCTION.fullmatch(target) else "/")[2]
+    last = target.rstrip("/").rpartition(":" if IMPORT_PATH.fullmatch(target) else "/")[2]
     return re.sub(r"[^\w.+-]+", "-", last)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from valence.network import backoff, draw_jitter
-from valence.rewards.threads import Raised, attempt
 from valence.types import Completion, Reward, Score
+from valence.user_code.attempt import describe
 
 T = TypeVar("T")
 BATCH_SIZE = 64
@@ -166,23 +166,3 @@ def _is_finite(value: object) -> bool:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
-
-
-def describe(value: object) -> str:
-    """``repr(value)``, or the type's name if that raises: objects of reward functions may raise
-    anything.
-    """
-    return _text_or_type(repr, value)
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and message of an exception, whatever its ``__str__`` does."""
-    name = type(error).__name__
-    message = _text_or_type(str, error)
-    return f"{name}: {message}" if message else name
-
-
-def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
-    # even SystemExit: formatting an error must not raise
-    text = attempt(lambda: str(convert(value)))
-    return f"<{type(value).__name__} without text>" if isinstance(text, Raised) else text

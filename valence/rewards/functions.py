@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib
 import inspect
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from valence.errors import UserError
-from valence.rewards.calls import RewardError, describe, describe_error
-from valence.rewards.sources import imported_sources
-from valence.rewards.threads import (
-    Background,
-    Raised,
-    TimedOut,
-    attempt,
-    in_thread,
-    restored_working_directory,
-)
+from valence.rewards.calls import RewardError
+from valence.rewards.threads import Background, TimedOut, in_thread
 from valence.types import Completion, Score
+from valence.user_code.attempt import Raised, attempt, describe, describe_error
+from valence.user_code.load import (
+    definition_place,
+    frames_of,
+    load_function,
+    place_of,
+    truncate,
+    unwrap,
+)
+from valence.user_code.sources import function_sources
 
 MAX_ABANDONED = 8
 """Maximum number of calls that have not returned: each occupies a thread."""
-MAX_ERROR_LENGTH = 300
-"""In characters."""
 TRL_PARAMETERS = ("prompts", "completion_ids")
 """Parameters that identify TRL's signature."""
 Columns = dict[str, list[Any]]
@@ -72,10 +65,7 @@ class Function:
     @cached_property
     def place(self) -> str:
         """File and line of the definition."""
-        code: Any = getattr(_unwrap(self.fn), "__code__", None)
-        return (
-            self.target if code is None else f"{_relative(code.co_filename)}:{code.co_firstlineno}"
-        )
+        return definition_place(self.fn) or self.target
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
@@ -87,19 +77,10 @@ class Function:
         return self._identity
 
     def _read_identity(self) -> Mapping[str, Any] | None:
-        fn, module = _unwrap(self.fn), self.target.partition(":")[0]
-        path = inspect.getsourcefile(fn) if hasattr(fn, "__code__") else None
-        has_file = path is not None and Path(path).is_file()
-        definer = (fn.__module__ or "") if has_file else module
-        imports = imported_sources([module, definer])
-        source = imports.get(definer)
-        if source is None and path is not None and has_file:  # of an installed package
-            source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        if source is None:
+        sources = function_sources(self.fn, self.target)
+        if sources is None:
             return None
-        identity = {"function": self.target, "settings": dict(self.settings), "source": source}
-        others = {name: value for name, value in imports.items() if value != source}
-        return identity | ({"imports": others} if others else {})
+        return {"function": self.target, "settings": dict(self.settings), **sources}
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -151,11 +132,11 @@ class Function:
 
     def _failure(self, error: BaseException) -> RewardError:
         ignored = (str(Path(__file__).parent), inspect.__file__)
-        frames = _frames(error, ignored)
-        code: Any = getattr(_unwrap(self.fn), "__code__", None)
+        frames = frames_of(error, ignored)
+        code: Any = getattr(unwrap(self.fn), "__code__", None)
         fn_frames = [f for f in frames if code is not None and f.filename == code.co_filename]
-        place = _place(fn_frames or frames) or self.place
-        message = _truncate(describe_error(error))
+        place = place_of(fn_frames or frames) or self.place
+        message = truncate(describe_error(error))
         hint = ""
         is_type_error = isinstance(error, AttributeError | TypeError) and "Completion" in message
         if is_type_error and not self._is_trl:
@@ -234,7 +215,7 @@ class Function:
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
         copies = attempt(partial(isolate, completions))
         if isinstance(copies, Raised):
-            reason = _truncate(f"{type(copies.error).__name__}: {copies.error}")
+            reason = truncate(f"{type(copies.error).__name__}: {copies.error}")
             raise RewardError(
                 f"a column of the rows cannot be copied ({reason}); use only text, numbers, lists "
                 "and dictionaries in the columns that the reward receives"
@@ -331,44 +312,11 @@ def _score(value: Any, place: str) -> Score:
     if not isinstance(value, Real):  # booleans are numbers in Python
         kind = type(value).__name__
         error = f"returned {describe(value)}, a {kind} instead of a number ({place})"
-        return Score(None, error=_truncate(error))
+        return Score(None, error=truncate(error))
     number = attempt(partial(float, value))
     if isinstance(number, Raised):
         return Score(None, error=f"returned a number that cannot be converted to a float ({place})")
     return Score(number)
-
-
-# Loading
-
-
-def load_function(target: str, where: str) -> Callable[..., Any]:
-    """The function ``package.module:function``; the current folder is searched for modules.
-
-    Raises UserError.
-    """
-    name, _, path = target.partition(":")
-    value: Any = _import(name, target, where)
-    for part in path.split("."):
-        if not hasattr(value, part):
-            close = get_close_matches(part, dir(value), 2, 0.5)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            file = _relative(getattr(sys.modules[name], "__file__", None) or name)
-            raise UserError(
-                f"{file} has no {part!r}",
-                code="reward-not-found",
-                where=f"{where}: {target}",
-                fix=f"{hint}use the name of a function in this file",
-            )
-        value = getattr(value, part)
-    if inspect.isclass(value) or not callable(value):
-        kind = "a class" if inspect.isclass(value) else f"of type {type(value).__name__}"
-        raise UserError(
-            f"{target} is {kind}, not a function",
-            code="reward-not-callable",
-            where=f"{where}: {target}",
-            fix="use a function, or an object with __call__",
-        )
-    return cast(Callable[..., Any], value)
 
 
 def function_of(target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function:
@@ -376,87 +324,9 @@ def function_of(target: str, settings: Mapping[str, Any], seconds: float, where:
 
     Raises UserError if it does not exist, cannot be called, or has no parameter for a setting.
     """
-    fn = load_function(target, f"{where}.reward")
+    fn = load_function(target, f"{where}.reward", "reward")
     try:
         return Function(fn, target, settings, seconds)
     except UserError as error:
         place = f"{where}.{error.where or f'reward: {target}'}"
         raise UserError(error.message, code=error.code, where=place, fix=error.fix) from error
-
-
-def _import(name: str, target: str, where: str) -> ModuleType:
-    """Import a module with the current folder first on the path, as `python -m` does.
-
-    Afterwards the folder stays at the end of the path for later imports, where it hides nothing.
-    """
-    folder, place = os.getcwd(), f"{where}: {target}"
-    sys.path.insert(0, folder)
-    try:
-        with restored_working_directory():
-            module = attempt(partial(importlib.import_module, name))
-    finally:
-        sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
-    if not isinstance(module, Raised):
-        return module
-    error = module.error
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and (name == error.name or name.startswith(f"{error.name}."))
-    ):
-        raise UserError(
-            f"no module named {error.name!r}, neither in the current folder ({folder}) nor in the "
-            f"environment",
-            code="reward-module-not-found",
-            where=place,
-            fix="check the name (`package.module:function`), and run the command in the folder "
-            "that contains the package",
-        )
-    is_missing = isinstance(error, ModuleNotFoundError)
-    raise UserError(
-        f"importing {name} failed at {_import_place(error)}: {_truncate(describe_error(error))}",
-        code="reward-import-failed",
-        where=place,
-        fix="install the missing module" if is_missing else "fix the error in this file",
-    ) from error
-
-
-def _import_place(error: BaseException) -> str:
-    """File and line where an import failed, ignoring the import system."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_relative(error.filename)}:{error.lineno}"
-    ignored = ("<frozen", importlib.__file__, str(Path(__file__).parent))
-    return _place(_frames(error, ignored)) or "its first line"
-
-
-def _frames(error: BaseException, ignored: tuple[str, ...]) -> list[traceback.FrameSummary]:
-    """The frames of an exception outside of files whose paths start with ``ignored``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not frame.filename.startswith(ignored)]
-
-
-def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """File and line of the last frame; empty without frames."""
-    return f"{_relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-
-
-def _unwrap(fn: Callable[..., Any]) -> Any:
-    """The function inside wrappers, partials and callable objects."""
-    inner: Any = inspect.unwrap(fn)
-    while isinstance(inner, partial):
-        inner = inspect.unwrap(inner.func)
-    return inner if hasattr(inner, "__code__") else getattr(type(inner), "__call__", inner)  # noqa: B004
-
-
-def _relative(path: str) -> str:
-    """A path below the current folder relative to it; another path unchanged."""
-    return path.removeprefix(os.getcwd() + os.sep)
-
-
-def _truncate(text: str) -> str:
-    limit = MAX_ERROR_LENGTH
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

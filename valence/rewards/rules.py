@@ -24,8 +24,9 @@ from valence.errors import UserError, field_problem, install_command
 from valence.files import read_json
 from valence.rewards.calls import RewardError
 from valence.rewards.maths import FormulaComparer
-from valence.rewards.threads import Raised, TimedOut, attempt, in_thread
+from valence.rewards.threads import TimedOut, in_thread
 from valence.types import Completion, Score
+from valence.user_code.attempt import Raised, attempt
 
 Rule = Callable[[Completion], float]
 INSTALL = install_command("rewards")

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 
 from valence.rewards.calls import BATCH_SIZE, call_reward, gather_all
-from valence.rewards.threads import Background, restored_working_directory
+from valence.rewards.threads import Background
 from valence.types import Completion, Reward, Score
+from valence.user_code.attempt import restored_working_directory
 
 POLL_SECONDS = 0.05
 """Interval at which progress and stop are called."""

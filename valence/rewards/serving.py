@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from valence.rewards.calls import FailedCall, checked, describe_error
+from valence.rewards.calls import FailedCall, checked
 from valence.rewards.threads import Background
 from valence.types import Completion, Reward, Score
+from valence.user_code.attempt import describe_error
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 """Upper bounds of the histograms of durations, in seconds."""

@@ -8,25 +8,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
-import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+
+from valence.user_code.attempt import Raised, attempt
 
 T = TypeVar("T")
 RESPONSE_SECONDS = 1.0
 """Time within which an event loop that is not blocked responds."""
 CLONE_FS = 0x200
 """Linux: flag with which a thread stops sharing its working directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """The exception of a call, as its result."""
-
-    error: BaseException
 
 
 class TimedOut(Exception):
@@ -37,36 +30,12 @@ class TimedOut(Exception):
         self.blocked = blocked
 
 
-def attempt(call: Callable[[], T]) -> T | Raised:
-    """The result of the call, or its exception of any type."""
-    try:
-        return call()
-    except BaseException as error:  # a reward may raise even SystemExit
-        return Raised(error)
-
-
 def separate_working_directory() -> bool:
     """Give this thread its own working directory if Linux allows it; otherwise ``os.chdir`` moves
     the whole process. Not for threads that outlive a call: they must follow the program's own
     ``os.chdir``. Returns whether it worked.
     """
     return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
-
-
-@contextlib.contextmanager
-def restored_working_directory() -> Iterator[None]:
-    """Change back to the working directory if the block has left it."""
-    try:
-        folder = os.getcwd()
-    except OSError:  # the folder was deleted
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if attempt(os.getcwd) != folder:
-                os.chdir(folder)
 
 
 async def in_thread(

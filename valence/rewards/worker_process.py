@@ -20,10 +20,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valence.errors import UserError
-from valence.rewards.calls import RewardError, checked, describe, describe_error
+from valence.rewards.calls import RewardError, checked
 from valence.rewards.functions import Function, function_of
-from valence.rewards.threads import Raised, attempt, restored_working_directory
 from valence.types import Completion, Score
+from valence.user_code.attempt import (
+    Raised,
+    attempt,
+    describe,
+    describe_error,
+    restored_working_directory,
+)
 
 HEADER = struct.Struct("!Q")
 """The length of a message."""

@@ -57,7 +57,10 @@ TRAINER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PYTHONPATH",
-    "PYTORCH_ALLOC_CONF",  # vLLM's sleep mode does not support expandable segments
+    # vLLM's sleep mode does not support expandable segments
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
 )
 """Variables of the processes of a run, which a server must not inherit."""
 

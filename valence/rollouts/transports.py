@@ -559,7 +559,7 @@ def host_copy(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cuda":
         return tensor.detach().to("cpu", copy=True).contiguous()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
@@ -154,9 +155,14 @@ class Checkpoints:
             write()
         else:
             self._has_ended.clear()
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
             def write_in_background() -> None:
                 try:
+                    if device is not None:
+                        # A thread starts with device 0, where waiting for its stream, as PyTorch's
+                        # writer does, would create a context of several hundred megabytes.
+                        torch.cuda.set_device(device)
                     write()
                 finally:
                     self._has_ended.set()

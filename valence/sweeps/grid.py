@@ -17,9 +17,10 @@ from typing import Any
 
 from valence.config.grids import recommended_grid
 from valence.config.load import LoadedRecipe, load_recipe
+from valence.config.needs import method_in
 from valence.config.parse import from_mapping, override
 from valence.errors import UserError
-from valence.trainer.methods import Method, method_in, method_of
+from valence.methods import Method, method_of
 
 RECOMMENDED = "recommended"
 """The word that stands for the recommended grid of the method."""
@@ -147,7 +148,7 @@ class Grid:
 
 
 def load(recipe: Path, overrides: Sequence[str]) -> LoadedRecipe:
-    return load_recipe(recipe, overrides, method_of=method_of)
+    return load_recipe(recipe, overrides)
 
 
 def _caches(loaded: LoadedRecipe) -> bool:

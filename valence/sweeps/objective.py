@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valence.config.load import LoadedRecipe
+from valence.config.needs import method_in
 from valence.errors import UserError
 from valence.reports.comparison import direction
-from valence.trainer.methods import method_in
 
 VERDICT_METRICS = ("reward/mean", "rewards/auc", "rewards/accuracies", "rewards/spearman")
 """Metrics that the verdict of a report uses, in its order of preference. Larger is better."""

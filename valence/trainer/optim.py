@@ -26,8 +26,7 @@ from valence.config.schema import OPTIMIZERS, Recipe, Train
 from valence.errors import UserError, install_command
 from valence.models.shape import hidden_matrices
 from valence.models.values import PREFIX
-from valence.rewards.calls import describe_error
-from valence.rewards.threads import Raised, attempt
+from valence.user_code.attempt import Raised, attempt, describe_error
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = Any

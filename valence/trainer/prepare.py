@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
+from valence.config.needs import method_in, reads_reference
 from valence.config.schema import Data, ListName, Recipe
 from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
@@ -34,6 +35,7 @@ from valence.data.tokenize import tokenize
 from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
+from valence.methods import Method, method_of
 from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
 from valence.models.memory import completions_per_batch
@@ -42,7 +44,6 @@ from valence.models.shape import Shape
 from valence.models.speed import automatic_dtype
 from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
-from valence.trainer.methods import Method, method_in, method_of, reads_reference
 from valence.trainer.optim import check_optimizer, up
 from valence.types import Content, TokenizedCompletion, TokenizedExample
 
@@ -180,9 +181,10 @@ class Prepared:
             (0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens
         )
         sides = 2 if self.method.loss.view == "pair" else 1
-        num_repeats = {"rejection": rollout.top_n}.get(
-            self.method.name, 1 if sides == 2 else rollout.num_rollouts
-        )
+        if self.method.selects_best:
+            num_repeats = rollout.top_n
+        else:
+            num_repeats = 1 if sides == 2 else rollout.num_rollouts
         units = _RepeatedPrompts(
             self.corpora["train"].units, (longest_completion,) * sides, num_repeats
         )
@@ -346,6 +348,9 @@ def prepare(
         recipe = source.recipe
         model, data = recipe.model, recipe.data
         method = method_in(recipe)
+        method.check(recipe.loss)
+        for part in recipe.mix:
+            method_of(part.method).check(part.loss)
         if tokenizer is None:
             tokenizer = load_tokenizer(
                 model.tokenizer or model.name,

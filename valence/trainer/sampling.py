@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from valence.data.encode import Encoder
 from valence.errors import UserError
+from valence.methods import Method
 from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.hf import evaluating
 from valence.rollouts.protocol import ignore_progress
-from valence.trainer.methods import Method
 from valence.types import Completion
 
 if TYPE_CHECKING:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from valence.config.needs import settings_of_step
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
+from valence.methods import Method
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, Reference, SyncedReference
 from valence.reports.diagnostics import Advice, CollapseDetector
@@ -19,7 +21,6 @@ from valence.reports.metrics import Meter
 from valence.reports.sinks import JsonlSink
 from valence.runs import store
 from valence.runs.state import RandomState, Registry, State, Stateful, StateFunctions
-from valence.trainer.methods import Method, settings_of_step
 from valence.trainer.optim import (
     OptimizerLike,
     SchedulerLike,

@@ -30,13 +30,13 @@ from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
+from valence.methods import Method
 from valence.models.cache import CachedReference
 from valence.models.gradients import clear
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
 from valence.models.scores import Scorer
-from valence.trainer.methods import Method
 from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
 
 Progress = Callable[[MicroBatch | None], None]

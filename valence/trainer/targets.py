@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.needs import method_in
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Data, SourceSettings
 from valence.data.load import fitting_mapping
 from valence.errors import UserError
 from valence.files import read_json
+from valence.methods import Method
 from valence.models.loading import loading
 from valence.reports.runs import config_of
-from valence.trainer.methods import Method, method_in, method_of
 from valence.trainer.prepare import with_dtype
 
 TRUST = (
@@ -78,7 +79,7 @@ def _base_of_adapter(folder: Path, name: str) -> str:
     config = folder.parent / "config.yaml"
     if "/" in name or Path(name).exists() or not config.is_file():
         return name
-    recorded = load_recipe(config, [], method_of=method_of, training=False).recipe.model.name
+    recorded = load_recipe(config, [], training=False).recipe.model.name
     return recorded if Path(recorded).name == name else name
 
 
@@ -93,7 +94,7 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
     Python files of a model to be executed.
     """
     config = config_of(run_dir)
-    source = load_recipe(config, overrides, method_of=method_of, training=False)
+    source = load_recipe(config, overrides, training=False)
     setting = source.settings["model.trust_remote_code"]
     if setting.value and setting.origin != COMMAND_LINE:
         raise UserError(
@@ -114,9 +115,7 @@ def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
     """The recipe of a target, to be used without training. Raises as ``load_run_recipe``."""
     if is_run(target):
         return load_run_recipe(Path(target), overrides)
-    return load_recipe(
-        recipe_of(target), overrides, method_of=method_of, training=False, name=target
-    )
+    return load_recipe(recipe_of(target), overrides, training=False, name=target)
 
 
 def with_files(
@@ -147,9 +146,7 @@ def with_files(
         recorded = recorded or load_target(target, overrides).recipe.data
         source = with_dtype(load_target(target, overrides_here))
     else:
-        source = with_dtype(
-            load_recipe(target, overrides_here, method_of=method_of, training=False)
-        )
+        source = with_dtype(load_recipe(target, overrides_here, training=False))
     files = [
         _with_fitting_keys(file, recorded, format) for file in source.recipe.data.files("eval")
     ]

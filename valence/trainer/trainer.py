@@ -27,6 +27,7 @@ from valence.rollouts import Sampling
 from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.signals import SharedStop
+from valence.trainer.callbacks import CallbackLike, Callbacks
 from valence.trainer.evaluate import Evaluation
 from valence.trainer.examples import (
     ExampleSource,
@@ -45,8 +46,6 @@ from valence.trainer.saver import Saver
 from valence.trainer.state import LightState, TrainState
 from valence.trainer.step import AuxiliaryLoss, Objective, StepPlan, StepResult, optimizer_step
 from valence.types import Chat, Completion, Content, Mean, TokenizedExample
-
-Callback = Callable[["Trainer", Mapping[str, Any]], None]
 
 SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
 """Metrics in the ``repr`` of a trainer, if its log has them."""
@@ -102,7 +101,7 @@ class Trainer:
         folder: RunFolder | None = None,
         jsonl: JsonlSink | None = None,
         saver: Saver | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[CallbackLike] = (),
         finished: bool = False,
     ) -> None:
         """world: all processes. log: where records go. jsonl: the log file, in the process that
@@ -111,7 +110,7 @@ class Trainer:
         self.prepared, self.state, self.examples = prepared, state, examples
         self.world, self.stop, self.messages, self.retry = world, stop, messages, retry
         self.log, self.model_writer, self.folder, self.saver = log, model_writer, folder, saver
-        self.callbacks, self.finished = tuple(callbacks), finished
+        self.callbacks, self.finished = Callbacks(callbacks), finished
         self._jsonl = jsonl
         self._prefetcher = Prefetcher[StepInputs]()
         self.pages = (
@@ -221,6 +220,7 @@ class Trainer:
         )  # fmt: skip
         if self._jsonl and self.step:
             bar.recall(self._jsonl.path)
+        self.callbacks.on_start(self)
         with self.stop.local.waiting(), bar, closing(self._prefetcher):
             while True:
                 last = self._finish_step(bar) or last
@@ -228,6 +228,8 @@ class Trainer:
                     bar.update(self.step, tokens=num_tokens)
                 is_stopped = self.stop.requested()
                 if is_stopped or self.step >= self.total_steps or self.ended_early:
+                    if self.ended_early and not is_stopped:  # perhaps by a callback just now
+                        last = self._evaluate_at_end(bar) or last
                     break
                 if not self._prepare_step():
                     last = self._evaluate_at_end(bar) or last
@@ -235,6 +237,7 @@ class Trainer:
                 if self.examples.latest_completion:
                     bar.answer(*self.examples.latest_completion)
                 num_tokens += self._train_step().tokens
+                self.callbacks.on_step(self)
                 self.stop.local.where = f"stopped after step {self.step} of {self.total_steps}"
         if is_stopped:
             if self.stop.local.out_of_time and (counters.step, counters.settled) == start:
@@ -249,6 +252,13 @@ class Trainer:
         if counters.step and counters.skipped_in_a_row == counters.step:
             raise self._not_finite()
         return self.evaluations.get(self.step, last)
+
+    def end(self, reason: str) -> None:
+        """End training after the current step, for a callback. All processes must call this method.
+
+        The run is then finished as after its last step: with evaluation, model and report.
+        """
+        self.nothing_to_learn = self.nothing_to_learn or reason
 
     def _note_settings(self) -> None:
         """Note settings whose effect may surprise."""
@@ -478,8 +488,8 @@ class Trainer:
             state.window.clear()
         state.counters.settled = step
         self._warn_of_anomalies(record)
-        for callback in self.callbacks if record else ():
-            callback(self, record)
+        if record:
+            self.callbacks.on_log(self, record)
         if self.pages is not None:
             self.pages.update()
         if step and (is_best or step % self.recipe.run.save_every == 0 or is_last):
@@ -518,6 +528,7 @@ class Trainer:
         if self.folder:
             self.folder.evaluation(self.step, metrics, rows)
         self.evaluations[self.step] = metrics
+        self.callbacks.on_evaluation(self, metrics)
         self.log.table(SAMPLES, self.step, rows)
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
         self.messages.print(f"step {self.step}, held out: {shown}")
@@ -678,11 +689,15 @@ class Trainer:
         Raises UserError when the checkpoint cannot be written. With ``wait=False``, raises it only
         when too many saves have failed.
         """
-        if self.saver is not None:
-            with self.state.window.timing("saving"):
-                self.saver.prepare()
-                self.saver.save(self.state_dict(), wait=wait)
-                self.saver.check_failures(is_last=wait)
+        if self.saver is None:
+            return
+        before = self.saver.saved
+        with self.state.window.timing("saving"):
+            self.saver.prepare()
+            self.saver.save(self.state_dict(), wait=wait)
+            self.saver.check_failures(is_last=wait)
+        if self.saver.saved != before:
+            self.callbacks.on_save(self, self.saver.checkpoints.path(self.step))
 
 
 def _mark_training_rows(evaluation: Evaluation, origins: Collection[str]) -> Evaluation:

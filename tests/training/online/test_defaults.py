@@ -14,10 +14,11 @@ from tests.errors import raises_error
 from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
+from valence.config.needs import reads_reference
+from valence.methods import ONLINE
+from valence.methods.sample_builders import RolloutGroup
 from valence.models.reference import AdapterDisabledReference, FrozenReference
 from valence.rollouts import HFGenerator
-from valence.trainer.methods import ONLINE, method_of, reads_reference
-from valence.trainer.sample_builders import RolloutGroup
 from valence.types import Completion, Origin, TokenizedExample
 
 POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].is_on_policy]
@@ -30,7 +31,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def loaded(place: Path, method: str, **changes: Any) -> Any:
-    return load_recipe(recipe(place, method, **changes), method_of=method_of)
+    return load_recipe(recipe(place, method, **changes))
 
 
 # Passes over a round
@@ -213,4 +214,4 @@ def test_completions_have_room_for_512_tokens_by_default(place: Path) -> None:
     changes: dict[str, Any] = {"data": {"max_length": 1024}}
     settings = recipe(place, **changes)
     del settings["rollout"]["max_new_tokens"]
-    assert load_recipe(settings, method_of=method_of).recipe.rollout.max_new_tokens == 512
+    assert load_recipe(settings).recipe.rollout.max_new_tokens == 512

@@ -14,8 +14,8 @@ import valence
 from tests.errors import raises_error
 from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
+from valence.methods.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
 from valence.rollouts import HFGenerator
-from valence.trainer.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
 from valence.types import Completion, Origin, TokenizedExample
 
 BY_INDEX = "tests.training.online.rewards:by_index"

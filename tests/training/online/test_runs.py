@@ -19,9 +19,9 @@ from tests.training.online.recipes import PROMPTS, logged, make, recipe, recipe_
 from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
+from valence.methods import ONLINE, method_of
 from valence.online.collector import Collector
 from valence.rollouts import HFGenerator
-from valence.trainer.methods import ONLINE, method_of
 from valence.types import Completion
 
 LOGGED = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from valence.trainer.sample_builders import RolloutGroup, binary_labels, preference_pairs
+from valence.methods.sample_builders import RolloutGroup, binary_labels, preference_pairs
 from valence.types import Completion, Origin, TokenizedExample
 
 

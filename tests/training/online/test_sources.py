@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import END, UPDATE, Fake, Words, serving
 from valence.config.schema import Rollout
+from valence.distributed.process_group import Group, SingleProcess, ignore
 from valence.online import engines
 from valence.online.collector import QueuedRound
 from valence.online.engines import ServerEngine
@@ -61,7 +63,9 @@ def test_sampling_ends_when_it_is_not_needed_any_more(monkeypatch: pytest.Monkey
     assert isinstance(second.exception(timeout=60), CancelledError)
 
 
-def server_engine(settings: dict[str, Any], folder: Path, device: Any = "cpu") -> ServerEngine:
+def server_engine(
+    settings: dict[str, Any], folder: Path, device: Any = "cpu", world: Group | None = None
+) -> ServerEngine:
     """An engine of a policy with one weight, at step 0."""
     values = Rollout(**{"engine": "vllm", "check_prompts": 0, "timeout": 5.0} | settings)
     model = torch.nn.Linear(2, 3, bias=False)
@@ -77,7 +81,7 @@ def server_engine(settings: dict[str, Any], folder: Path, device: Any = "cpu") -
     prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
     state: Any = SimpleNamespace(has_split_weights=False, policy=policy, step=0)
     messages: Any = SimpleNamespace(warn=pytest.fail, note_once=lambda _: None)
-    return ServerEngine(prepared, state, messages, folder, server_share=lambda: 0.35)
+    return ServerEngine(prepared, state, messages, folder, world=world, server_share=lambda: 0.35)
 
 
 def sample(engine: ServerEngine) -> None:
@@ -111,6 +115,53 @@ def test_a_server_that_cannot_sleep_is_an_error(tmp_path: Path) -> None:
         with raises_error("rollout-server-cannot-sleep", where="/wake_up", fix="rollout.sleep"):
             sample(engine)
         engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_a_shared_gpu_is_free_before_the_server_starts_and_wakes_up(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of every process: the server may use the GPUs of several."""
+    events: list[str] = []
+
+    class World(SingleProcess):
+        def barrier(self, name: str) -> None:
+            events.append("barrier")
+
+        @contextmanager
+        def long_phase(
+            self, name: str, assist: Callable[[], object] = ignore
+        ) -> Iterator[Callable[[], None]]:
+            events.append("phase")
+            yield ignore
+
+    class Sampler:
+        def generate(self, *_: Any, **__: Any) -> list[Any]:
+            return []
+
+        def wake(self) -> None:
+            events.append("wake")
+
+        def sleep(self) -> None:
+            events.append("sleep")
+
+        def sync(self, *_: Any) -> None: ...
+
+    def start(self: ServerEngine) -> Sampler:
+        if "start" not in events:
+            events.append("start")
+        return Sampler()
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("free"))
+    monkeypatch.setattr(engines, "VLLMGenerator", Sampler)
+    monkeypatch.setattr(ServerEngine, "generator", property(start))
+    engine = server_engine({"start": True}, tmp_path, device="cuda", world=World())
+    with engine.phase("sampling"):
+        if rank == 0:
+            sample(engine)
+    requests = ["start", "wake", "sleep"] if rank == 0 else []
+    assert events == ["free", "barrier", "phase", *requests]
 
 
 def test_an_update_that_failed_does_not_leave_the_other_processes_alone(

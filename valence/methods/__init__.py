@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -11,13 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from valence.config.learning_rates import LEARNING_RATES, LearningRates
-from valence.config.schema import Recipe
 from valence.data.kind_names import METHOD_FOR, method_for
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
-from valence.losses.advantage import CREDITS
-from valence.trainer.sample_builders import (
+from valence.methods.custom import check_loss, custom_loss, is_advantage
+from valence.methods.learning_rates import LEARNING_RATES, LearningRates
+from valence.methods.sample_builders import (
     AdvantageBuilder,
     SampleBuilder,
     best_of_n,
@@ -26,6 +25,8 @@ from valence.trainer.sample_builders import (
     preference_pairs,
 )
 from valence.types import Kind
+from valence.user_code.load import is_import_path, load_object
+from valence.user_code.sources import code_digest
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,29 @@ class Method:
     """Defaults of ``rollout`` settings that are null in the schema, for methods that are online."""
     resamples: bool = False
     """Whether groups with equal rewards are replaced by those of further prompts."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether its loss or advantage is not part of Valence."""
+        return is_import_path(self.name)
+
+    @property
+    def source(self) -> str | None:
+        """Digest of the code of a user's loss or advantage; None for a method of Valence."""
+        if not self.is_custom:
+            return None
+        functions = (*self.loss.functions, *([self.loss.advantage] if self.loss.advantage else ()))
+        return code_digest(fn for fn in functions if not _is_valence(fn))
+
+    @property
+    def selects_best(self) -> bool:
+        """Whether it imitates the best completions of each prompt."""
+        return self.sample_builder is not None and self.sample_builder.fn is best_of_n
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise UserError if its loss is a user's and breaks the contract of losses."""
+        if self.is_custom:
+            check_loss(self.loss, self.name, settings)
 
     @property
     def online(self) -> bool:
@@ -127,19 +151,28 @@ class Method:
             functions = (*functions, self.sample_builder.fn)
             parameters = parameters | self.sample_builder.settings
         meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
-        fields: dict[str, Any] = {
-            name: (
-                p.annotation,
-                Field(default=self.defaults.get(name, p.default), description=meanings.get(name)),
+        fields: dict[str, Any] = {}
+        for name, p in parameters.items():
+            default = self.defaults.get(name, p.default)
+            is_required = default is p.empty
+            annotation = p.annotation
+            if annotation is p.empty:  # of a user's function
+                annotation = Any if is_required or default is None else type(default)
+            description = meanings.get(name)
+            fields[name] = (
+                annotation,
+                Field(... if is_required else default, description=description),
             )
-            for name, p in parameters.items()
-        }
         config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
         return create_model(f"{self.name}_loss", __config__=config, **fields)
 
     def resolve(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Validate settings and add defaults. Raises pydantic.ValidationError."""
         return self.settings(**settings).model_dump()
+
+
+def _is_valence(fn: Callable[..., Any]) -> bool:
+    return str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def setting_docs(doc: str) -> dict[str, str]:
@@ -161,58 +194,87 @@ PPO's clip never acts. Ziegler et al. 2019 (arXiv 1909.08593) and Ouyang et al. 
 2203.02155), as their public implementations, make 4 passes."""
 
 
-def _online(name: str, loss: Loss, builder: SampleBuilder, **changes: Any) -> Method:
-    """An online method. changes: other fields of Method, and ``rollout`` defaults."""
+def _online(name: str, loss: Loss, **changes: Any) -> Method:
+    """An online method, whose examples are of the kind that the loss reads.
+
+    changes: other fields of Method, and ``rollout`` defaults.
+    """
     rollout = ROLLOUT_DEFAULTS | changes.pop("rollout", {})
+    if loss.data == "ranking":
+        assert loss.advantage is not None
+        builder: SampleBuilder = AdvantageBuilder(loss.advantage)
+    elif loss.data == "demonstration":
+        builder = SampleBuilder(best_of_n, exclusion_reasons)
+        rollout = {**rollout, "mask_truncated": True}
+    else:
+        builder = SampleBuilder(preference_pairs if loss.data == "preference" else binary_labels)
     return Method(name, loss, builder, rollout_defaults=rollout, **changes)
 
 
 ONLINE: dict[str, Method] = {
-    "rejection": _online(
-        "rejection", LOSSES["sft"], SampleBuilder(best_of_n, exclusion_reasons),
-        rollout={"mask_truncated": True},
-    ),
+    "rejection": _online("rejection", LOSSES["sft"]),
     **{
-        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(preference_pairs))
+        f"online_{name}": _online(f"online_{name}", row)
+        for kind in ("preference", "judgement")
         for name, row in LOSSES.items()
-        if row.view == "pair"
+        if row.data == kind and not row.is_reward_model
     },
     **{
-        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(binary_labels))
+        name: _online(name, row, resamples=name == "dapo")
         for name, row in LOSSES.items()
-        if row.data == "judgement"
+        if row.advantage is not None
     },
-    **{
-        name: _online(name, LOSSES[name], AdvantageBuilder(credit), resamples=name == "dapo")
-        for name, credit in CREDITS.items()
-        if name != "ppo"
-    },
-    "ppo": _online(
-        "ppo", LOSSES["ppo"], AdvantageBuilder(CREDITS["ppo"]),
-        defaults={"value": True}, rollout={"epochs": PPO_EPOCHS},
-    ),
-}  # fmt: skip
+    "ppo": _online("ppo", LOSSES["ppo"], defaults={"value": True}, rollout={"epochs": PPO_EPOCHS}),
+}
 """Methods that train on completions that the policy samples and a reward scores."""
+
+_custom: dict[tuple[str, bool], tuple[object, Method]] = {}
+
+
+def _custom_method(target: str, online: bool) -> Method:
+    """The method of a loss or an advantage from outside of Valence, by its import path."""
+    value = load_object(target, "method", "method")
+    known = _custom.get((target, online))
+    if known is None or known[0] is not value:  # a module may have been loaded again
+        loss = custom_loss(value, target)
+        if online and loss.is_reward_model:
+            raise UserError(
+                f"{target} trains a reward model and uses no reward",
+                code="method-without-reward",
+                where="method",
+                fix="remove reward",
+            )
+        if not online and is_advantage(value):
+            raise _needs_reward(target)
+        known = (value, _online(target, loss) if online else Method(target, loss))
+        _custom[target, online] = known
+    return known[1]
+
+
+def _needs_reward(name: str) -> UserError:
+    return UserError(
+        f"{name} trains on sampled completions and needs a reward",
+        code="method-needs-reward",
+        where="method",
+        fix="set reward to a rule (`valence rewards` lists them), a function, a reward model or a "
+        "server",
+    )
 
 
 def method_of(name: str, online: bool = False) -> Method:
-    """The table row of a method or loss. online: whether the recipe has a reward.
+    """The method with this name, or of the loss with this import path.
 
-    Raises UserError with the nearest names.
+    online: whether the recipe has a reward. Raises UserError with the nearest names.
     """
+    if is_import_path(name):
+        return _custom_method(name, online)
     table = ONLINE if online else METHODS
     if name in table:
         return table[name]
     if name in ONLINE:
-        raise UserError(
-            f"{name} trains on sampled completions and needs a reward",
-            code="method-needs-reward",
-            where="method",
-            fix="set reward to a rule (`valence rewards` lists them), a function, a reward model "
-            "or a server",
-        )
+        raise _needs_reward(name)
     if name in METHODS:
-        others = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]
+        others = [other for other in (f"online_{name}", "rejection", *LOSSES) if other in ONLINE]
         raise UserError(
             f"{name} trains on the completions in its rows and uses no reward",
             code="method-without-reward",
@@ -244,49 +306,3 @@ def similar_methods(name: str, cutoff: float = 0.4) -> list[str]:
         return [of_rows]
     close = get_close_matches(normalized, methods, 2, max(cutoff, 0.6))
     return close or get_close_matches(normalized, methods, 1, cutoff)
-
-
-def settings_of_step(recipe: Recipe) -> dict[str, Any]:
-    """The settings of the loss, with those that another section of the recipe determines."""
-    limit = (
-        {"max_tokens": recipe.rollout.max_new_tokens}
-        if recipe.reward and recipe.loss.get("max_tokens", 0) is None
-        else {}
-    )
-    return {**recipe.loss, **limit}
-
-
-def reads_reference(recipe: Recipe) -> bool:
-    """Whether a run of this recipe needs a reference."""
-    method = method_in(recipe)
-    if not method.online:
-        return method.needs_reference
-    if method.loss_reads_reference(recipe.loss):
-        return True
-    return recipe.measures_kl
-
-
-def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
-    """The token columns that an online method needs for its completions.
-
-    `old` and `ref`: log-probabilities of the policy and the reference (if any); `value`: of the
-    value head.
-    """
-    method, rollout = method_in(recipe), recipe.rollout
-    assert method.sample_builder is not None
-    reads = method.sample_builder.reads
-    # the policy changes within the round
-    has_several_steps = method.is_on_policy and rollout.steps_per_round > 1
-    needs_old = (
-        has_several_steps or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
-    )
-    # With top_p, the sampler's log-probabilities are over the nucleus, those of the reference over
-    # all tokens.
-    needs_old = needs_old or rollout.top_p < 1
-    needs = {"old": needs_old, "ref": reference, "value": "value_t" in reads}
-    return tuple(name for name, is_needed in needs.items() if is_needed)
-
-
-def method_in(recipe: Recipe) -> Method:
-    """The table row of the method that a recipe names."""
-    return method_of(recipe.method, bool(recipe.reward))

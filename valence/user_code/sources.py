@@ -1,14 +1,16 @@
-"""Source files that the scores of a Python function depend on."""
+"""Source files that the results of a Python function depend on."""
 
 from __future__ import annotations
 
 import dis
 import hashlib
 import importlib.util
+import inspect
+import json
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -39,6 +41,56 @@ def imported_sources(names: list[str]) -> dict[str, str]:
         digests[name], targets = _read(name, path)
         pending += [part for target in targets for part in _parents(target)]
     return dict(sorted(digests.items()))
+
+
+def function_sources(fn: Any, target: str) -> dict[str, Any] | None:
+    """Return the digest of a function's file (``source``), and those of all files outside of
+    installed libraries that it imports, directly or through others (``imports``).
+
+    fn: the function. target: its import path. The file of a callable without one, such as a partial
+    of a C function, is that of the module in the path. None if that has no file either.
+    """
+    inner, module = unwrap(fn), target.partition(":")[0]
+    path = inspect.getsourcefile(inner) if hasattr(inner, "__code__") else None
+    has_file = path is not None and Path(path).is_file()
+    definer = (inner.__module__ or "") if has_file else module
+    imports = imported_sources([module, definer])
+    source = imports.get(definer)
+    if source is None and path is not None and has_file:  # of an installed package
+        source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    if source is None:
+        return None
+    others = {name: value for name, value in imports.items() if value != source}
+    return {"source": source, **({"imports": others} if others else {})}
+
+
+def code_digest(functions: Iterable[Callable[..., Any]]) -> str:
+    """Return a digest of what users' functions compute.
+
+    Of a module: its file, and all that it imports outside of installed libraries. Of the program or
+    notebook itself: only the text of the function, since other parts of it change often.
+    """
+    parts: list[Any] = []
+    for fn in functions:
+        inner = unwrap(fn)
+        module, name = str(inner.__module__), getattr(inner, "__qualname__", "")
+        sources = None if module in PROGRAM else function_sources(fn, f"{module}:{name}")
+        if sources is None:
+            try:
+                sources = inspect.getsource(inner)
+            except (OSError, TypeError):  # not in a file, or not written in Python
+                code = getattr(inner, "__code__", None)
+                sources = repr((code.co_code, code.co_consts)) if code else name
+        parts.append([name, sources])
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def unwrap(fn: Callable[..., Any]) -> Any:
+    """The function inside wrappers, partials and callable objects."""
+    inner: Any = inspect.unwrap(fn)
+    while isinstance(inner, partial):
+        inner = inspect.unwrap(inner.func)
+    return inner if hasattr(inner, "__code__") else getattr(type(inner), "__call__", inner)  # noqa: B004
 
 
 def loaded_sources() -> dict[str, dict[str, str]]:

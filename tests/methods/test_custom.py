@@ -1,0 +1,257 @@
+"""Losses and advantages from outside of the package: equal to the built-in ones, in every way."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.command import ROWS, command, command_error, place
+from tests.contract.test_contract import SEVERAL, gradient, same_however_cut
+from tests.errors import check_error, raises_error
+from tests.methods import user_losses
+from tests.units import models_for, objective, sampled, units_for
+from valence.methods import method_of
+
+__all__ = ["place"]
+
+MODULE = "tests.methods.user_losses"
+EQUAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dpo": ("dpo", {"beta": 0.3}, {"beta": 0.3}),
+    "simpo": ("simpo", {"gap": 0.5}, {"beta": 2.5, "gamma_beta_ratio": 0.2}),
+    "thumbs": ("apo_zero_unpaired", {}, {}),
+    "imitate": ("sft", {}, {}),
+    "bradley_terry": ("bradley_terry", {}, {}),
+    "clip": ("dapo", {"eps": 0.1}, {"eps_low": 0.1, "eps_high": 0.1}),
+    "per_sequence": ("grpo", {}, {}),
+}
+"""The method that each equals, with both settings."""
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": f"good {i}", "rejected": f"bad {i * 7}"}
+    for i, row in enumerate(ROWS)
+]
+SETTINGS: dict[str, Any] = {
+    "model": "./model",
+    "data": {"max_length": 128},
+    "train.batch_size": 5,
+    "run.samples.prompts": 0,
+    "quiet": True,
+}
+
+
+def without_margins(name: str) -> list[Any]:
+    """Rows without what only built-in losses read."""
+    return [replace(unit, margin=0.0, soft=None) for unit in units_for(name)]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_loss_and_gradient_equal_those_of_the_built_in_method(name: str) -> None:
+    target, (builtin, settings, other) = f"{MODULE}:{name}", EQUAL[name]
+    models = models_for(builtin)
+    _, numbers, grad = gradient(objective(target, *models, **settings), without_margins(target))
+    _, expected, same = gradient(objective(builtin, *models, **other), without_margins(builtin))
+    assert grad.norm() > 1e-6
+    torch.testing.assert_close(grad, same, rtol=1e-9, atol=1e-12)
+    assert numbers["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    has_same_reward = name != "simpo"  # whose implicit reward is per token
+    for key in (key for key in numbers if has_same_reward or not key.startswith("rewards/")):
+        assert numbers[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+    assert len(numbers) > 1
+
+
+@pytest.mark.parametrize("name", [*EQUAL, "imitate_sums", "margins"])
+def test_a_loss_does_not_depend_on_micro_batches_or_order(name: str) -> None:
+    target = f"{MODULE}:{name}"
+    builtin, settings = EQUAL[name][:2] if name in EQUAL else ("dpo", {})
+    models = models_for(builtin)
+    same_however_cut(target, settings, models, units_for(target), (SEVERAL, 24))
+    if method_of(target).loss.data == "ranking":
+        same_however_cut(target, settings, models, sampled(), (SEVERAL,))
+
+
+def test_what_follows_from_the_inputs() -> None:
+    rows = {
+        name: (loss.view, loss.data, loss.average)
+        for name in EQUAL
+        for loss in [method_of(f"{MODULE}:{name}").loss]
+    }
+    assert rows == {
+        "dpo": ("pair", "preference", "pair_mean"),
+        "simpo": ("pair", "preference", "pair_mean"),
+        "thumbs": ("seq", "judgement", "seq_mean"),
+        "imitate": ("token", "demonstration", "token_mean"),
+        "bradley_terry": ("score_pair", "preference", "pair_mean"),
+        "clip": ("token", "ranking", "token_mean"),
+        "per_sequence": ("token", "ranking", "seq_mean_token_mean"),
+    }
+    method = method_of(f"{MODULE}:imitate_sums")
+    assert (method.loss.view, method.kind) == ("seq", "demonstration")
+    assert "nll_weight" in method_of(f"{MODULE}:margins").settings.model_fields
+    builders = {"dpo": "preference_pairs", "thumbs": "binary_labels", "imitate": "best_of_n"}
+    for name, builder in builders.items():
+        sample_builder = method_of(f"{MODULE}:{name}", online=True).sample_builder
+        assert sample_builder is not None
+        assert sample_builder.fn.__name__ == builder
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("mean_of_pairs", "loss-shape"),
+        ("a_number", "loss-shape"),
+        ("centred", "loss-couples"),
+        ("misspelled", "loss-input-unknown"),
+        ("without_gradient", "loss-value"),
+        ("infinite", "loss-value"),
+        ("raises", "loss-failed"),
+        ("NotALoss", "method-not-callable"),
+        ("constant", "method-not-callable"),
+        ("nowhere", "method-not-found"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_an_error(name: str, code: str) -> None:
+    with raises_error(code, where="method"):
+        method = method_of(f"{MODULE}:{name}")
+        method.check(method.resolve({}))
+
+
+def test_a_misspelled_input_is_named_and_the_place_of_an_exception() -> None:
+    with raises_error("loss-input-unknown", fix="logp_l"):
+        method_of(f"{MODULE}:misspelled")
+    method = method_of(f"{MODULE}:raises")
+    with raises_error("loss-failed") as raised:
+        method.check({})
+    line = user_losses.raises.__code__.co_firstlineno
+    assert f"user_losses.py:{line + 1}" in raised.error.message
+
+
+def test_a_loss_of_the_of_a_step_may_couple_its_rows() -> None:
+    method = method_of(f"{MODULE}:of_a_step")
+    method.check({})
+    target = f"{MODULE}:of_a_step"
+    same_however_cut(target, {}, models_for("aot"), units_for(target), (SEVERAL, 24))
+
+
+def test_settings_are_checked_as_those_of_built_in_losses(place: Path) -> None:
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    recipe = place / "own.yaml"
+    recipe.write_text(
+        f"method: {MODULE}:simpo\nmodel: {{name: ./model}}\ndata: {{train: pairs.jsonl, "
+        "max_length: 128}\nloss: {gap: 0.5}\nrun: {dir: runs/own}\n"
+    )
+    assert command("check", "own.yaml") == 0
+    check_error(command_error("check", "own.yaml", "loss.gap=null"), "setting-type", where="gap")
+    check_error(command_error("check", "own.yaml", "loss.gamma=1"), "setting-unknown")
+    check_error(command_error("check", "own.yaml", f"method={MODULE}:a_number"), "setting-unknown")
+    error = command_error("check", "own.yaml", f"method={MODULE}:a_number", "loss=null")
+    check_error(error, "loss-shape", where="command line (method)")
+    assert command("losses", f"{MODULE}:simpo") == 0
+    assert command("losses", f"{MODULE}:group_mean") == 0
+
+
+def test_a_run_equals_that_of_the_built_in_method(place: Path) -> None:
+    runs = [
+        valence.train(
+            method=method, train=PAIRS, **SETTINGS, **{"run.dir": f"runs/{i}", "loss.beta": 0.3}
+        )
+        for i, method in enumerate(("dpo", f"{MODULE}:dpo", user_losses.dpo))
+    ]
+    first, *others = ([record["loss"] for record in run.history] for run in runs)
+    assert len(first) == 2
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-6)
+    states = [run.policy.state_dict() for run in runs]
+    for state in states[1:]:
+        for key, value in states[0].items():
+            torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_an_edited_loss_is_not_resumed_without_permission(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    code = "def loss(logp_w, logp_l):\n    return logp_l - {}logp_w\n"
+    (place / "edited_loss.py").write_text(code.format(""))
+    options = {**SETTINGS, "run.dir": "runs/edited", "train.max_steps": 2}
+
+    def train(**changes: Any) -> Any:
+        sys.modules.pop("edited_loss", None)
+        importlib.invalidate_caches()
+        return valence.train(method="edited_loss:loss", train=PAIRS, **{**options, **changes})
+
+    train()
+    train(**{"train.max_steps": 3})
+    (place / "edited_loss.py").write_text(code.format("2 * "))
+    with raises_error("run-differs") as raised:
+        train(**{"train.max_steps": 4})
+    assert "method.source" in raised.error.message
+    run = train(**{"train.max_steps": 4}, allow=["method.source"])
+    assert run.step == 4
+    sys.modules.pop("edited_loss", None)
+
+
+def test_objects_that_no_import_finds(place: Path) -> None:
+    """A local function, as in a notebook; the same one resumes, another one does not."""
+
+    def loss(logp_w: Any, logp_l: Any, *, beta: float = 1.0) -> Any:
+        return -torch.nn.functional.logsigmoid(beta * (logp_w - logp_l))
+
+    options = {**SETTINGS, "run.dir": "runs/local"}
+    run = valence.train(method=loss, train=PAIRS, **options, **{"train.max_steps": 1})
+    assert run.recipe.method.startswith("python:")
+    run = valence.train(method=loss, train=PAIRS, **options, **{"train.max_steps": 2})
+    assert run.step == 2
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    words = "data.train=pairs.jsonl", "method=python:other"
+    error = command_error("check", "runs/local/config.yaml", *words)
+    check_error(error, "method-not-found", where="command line (method)", fix="pass it again")
+
+
+PROMPTS = [{"prompt": row["prompt"]} for row in ROWS[:4]]
+ONLINE: dict[str, Any] = {
+    **SETTINGS,
+    "rollout": {"num_rollouts": 3, "max_new_tokens": 6, "steps": 1},
+    "train.batch_size": 2,
+    "train.max_steps": 2,
+}
+
+
+def test_own_advantages_and_rewards_online(place: Path) -> None:
+    """An advantage function is GRPO with that advantage; also in a loss of Valence."""
+    runs = [
+        valence.train(method=method, reward=user_losses.length, train=PROMPTS, **ONLINE,
+                      **{"run.dir": f"runs/{i}"})
+        for i, method in enumerate(("dr_grpo", user_losses.with_group_mean))
+    ]  # fmt: skip
+    assert runs[1].recipe.reward[0].reward == f"{MODULE}:length"
+    first, second = (run.policy.state_dict() for run in runs)
+    for key, value in first.items():
+        torch.testing.assert_close(second[key], value, rtol=1e-5, atol=1e-7)
+    run = valence.train(
+        method=user_losses.group_mean,
+        reward=[
+            user_losses.length,
+            {"reward": lambda answers: [0.5] * len(answers), "name": "half"},
+        ],
+        train=PROMPTS,
+        **ONLINE,
+        **{"run.dir": "runs/advantage", "loss.scale": 0.5},
+    )
+    assert run.step == 2
+    assert {"reward/length", "reward/half"} <= run.history[-1].keys()
+    with raises_error("method-needs-reward"):
+        valence.train(
+            method=user_losses.group_mean, train=PROMPTS, **SETTINGS, **{"run.dir": "runs/no"}
+        )
+
+
+def test_the_table_of_losses_is_read_only() -> None:
+    with pytest.raises(TypeError):
+        valence.LOSSES["mine"] = valence.LOSSES["dpo"]  # type: ignore[index]

@@ -1,0 +1,54 @@
+"""What the method of a recipe needs: its settings, the reference, and columns of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from valence.config.schema import Recipe
+from valence.methods import Method, method_of
+
+
+def settings_of_step(recipe: Recipe) -> dict[str, Any]:
+    """The settings of the loss, with those that another section of the recipe determines."""
+    limit = (
+        {"max_tokens": recipe.rollout.max_new_tokens}
+        if recipe.reward and recipe.loss.get("max_tokens", 0) is None
+        else {}
+    )
+    return {**recipe.loss, **limit}
+
+
+def reads_reference(recipe: Recipe) -> bool:
+    """Whether a run of this recipe needs a reference."""
+    method = method_in(recipe)
+    if not method.online:
+        return method.needs_reference
+    if method.loss_reads_reference(recipe.loss):
+        return True
+    return recipe.measures_kl
+
+
+def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
+    """The token columns that an online method needs for its completions.
+
+    `old` and `ref`: log-probabilities of the policy and the reference (if any); `value`: of the
+    value head.
+    """
+    method, rollout = method_in(recipe), recipe.rollout
+    assert method.sample_builder is not None
+    reads = method.sample_builder.reads
+    # the policy changes within the round
+    has_several_steps = method.is_on_policy and rollout.steps_per_round > 1
+    needs_old = (
+        has_several_steps or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
+    )
+    # With top_p, the sampler's log-probabilities are over the nucleus, those of the reference over
+    # all tokens.
+    needs_old = needs_old or rollout.top_p < 1
+    needs = {"old": needs_old, "ref": reference, "value": "value_t" in reads}
+    return tuple(name for name, is_needed in needs.items() if is_needed)
+
+
+def method_in(recipe: Recipe) -> Method:
+    """The table row of the method that a recipe names."""
+    return method_of(recipe.method, bool(recipe.reward))
