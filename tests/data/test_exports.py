@@ -13,7 +13,7 @@ from tests.arch.source import ROOT
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
-from valence.data.formats import FORMATS
+from valence.data.format_table import FORMATS
 from valence.data.importers.sources import (
     SOURCES,
     command_name,

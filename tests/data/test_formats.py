@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.errors import raises_error
 from valence.data import values
 from valence.data.detect import detect
-from valence.data.formats import FORMATS, columns_read, read_example
+from valence.data.format_table import FORMATS, SHAPES
+from valence.data.formats import columns_read, read_example
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -518,7 +519,7 @@ def test_a_column_that_keys_name_is_read_once() -> None:
 
 
 def test_every_format_has_a_case_and_gives_the_kind_that_the_table_says():
-    assert {name for name, _, _ in CASES} == FORMATS.keys()
+    assert {name for name, _, _ in CASES} == FORMATS.keys() - SHAPES.keys()
     kinds = {
         Judgement: "judgement",
         Preference: "preference",
@@ -664,8 +665,8 @@ def test_a_missing_column_may_have_another_name():
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "a", "response": "b"},
-        {"prompt": "a", "output": "b"},
+        {"prompt": "a", "response": "b", "output": "c"},
+        {"prompt": "a", "output": "b", "passage": "c d"},
         {"prompt": "a", "label": True},
     ],
 )

@@ -20,7 +20,8 @@ from tests.data.malformed import CASES, CSV, GOOD, Case
 from tests.data.rows import Source
 from tests.errors import check_error
 from valence.data.detect import detect
-from valence.data.formats import FORMATS, read_example
+from valence.data.format_table import FORMATS
+from valence.data.formats import read_example
 from valence.data.load import load
 from valence.errors import UserError
 from valence.types import Origin

@@ -8,7 +8,7 @@ from functools import cache
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
 from valence.data.convert import CONVERSIONS
-from valence.data.formats import FORMATS
+from valence.data.format_table import FORMATS, SHAPES, Format
 from valence.methods import METHODS, ONLINE
 from valence.methods.learning_rates import LEARNING_RATES
 
@@ -107,12 +107,29 @@ def conversions() -> str:
 def row_formats() -> str:
     """The rows of the table of row formats."""
     return "".join(
-        f"| `{name}` | {_names(f.need)} | {_names(f.may)} | {f.gives} |\n"
+        f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
         for name, f in FORMATS.items()
     )
 
 
-def _names(columns: str) -> str:
+def shapes() -> str:
+    """The rows of the table of public shapes in docs/data.md."""
+    return "".join(f"| `{name}` | {_names(f, True)} | {f.gives} |\n" for name, f in SHAPES.items())
+
+
+def other_names() -> str:
+    """The rows of the table of other names of columns in docs/data.md."""
+    names: dict[str, dict[str, None]] = {}
+    for name, f in FORMATS.items():
+        for column, others in f.others.items() if name not in SHAPES else ():
+            names.setdefault(column, {}).update(dict.fromkeys(others))
+    return "".join(
+        f"| `{column}` | `{' '.join(others)}` |\n" for column, others in names.items() if others
+    )
+
+
+def _names(f: Format, is_required: bool) -> str:
+    columns = " ".join(column for column in f.parts if (column in f.required) is is_required)
     return f"`{columns}`" if columns else ""
 
 

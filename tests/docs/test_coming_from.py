@@ -20,7 +20,7 @@ from tests.docs.blocks import ROOT
 from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
 from valence.config.schema import Recipe, SourceSettings
-from valence.data.formats import FORMATS
+from valence.data.format_table import FORMATS
 from valence.data.load import load
 from valence.methods import METHODS, ONLINE
 from valence.reports import diagnostics

@@ -23,8 +23,8 @@ from tests.golden import step_formulas, test_paired, test_whole_step
 from valence import cli, losses
 from valence.cli.explain import Doc, facts, read_doc
 from valence.config.load import load_recipe
-from valence.data import formats
-from valence.data.formats import FORMATS
+from valence.data import format_table, formats
+from valence.data.format_table import FORMATS
 from valence.data.load import InMemory, load
 from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
@@ -163,7 +163,10 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 
 def test_the_pages_name_every_format_command_and_status() -> None:
-    assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", text("docs/data.md")))
+    page = text("docs/data.md")
+    assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", page))
+    assert settings.shapes() in page
+    assert settings.other_names() in page
     commands = text("docs/cli.md")
     assert {
         f"valence {c.name or c.callback.__name__}"
@@ -361,9 +364,9 @@ API = sorted(
 
 def test_the_format_of_the_worked_example_reads_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, block = blocks(text("CONTRIBUTING.md"), "python")
-    result = dict(vars(formats))
+    result = dict(vars(format_table))
     exec(block.text, result)
-    monkeypatch.setitem(formats.FORMATS, "vote", result["votes"]["vote"])
+    monkeypatch.setitem(FORMATS, "vote", result["votes"]["vote"])
     row = {"question": "a", "answer": "b", "vote": "up", "strength": 0.5, "weight": 3}
     example = formats.read_example("vote", row, Origin("rows.jsonl", 1))
     assert isinstance(example, Judgement)

@@ -256,6 +256,27 @@ FORMATS: dict[str, tuple[Kind, list[dict[str, Any]]]] = {
         "preference",
         [{"prompt": "q", "output_A": "a", "output_B": "b", "label": first} for first in (1, 0)],
     ),
+    "winners": (
+        "preference",
+        [
+            {"prompt": "q", "response_a": "a", "response_b": "b", "winner": winner}
+            for winner in ("response_a", "response_b")
+        ],
+    ),
+    "strengths": (
+        "preference",
+        [
+            {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": strength}
+            for strength in (-1, 2)
+        ],
+    ),
+    "rejected response": (
+        "preference",
+        [
+            {"messages": [MESSAGES[0], {**MESSAGES[1], "content": a}], "rejected_response": b}
+            for a, b in (("a", "b"), ("b", "a"))
+        ],
+    ),
     "openai": (
         "preference",
         [

@@ -1,21 +1,36 @@
-"""Detect the format of rows from their columns and the notation of their chat turns."""
+"""Detect the format of rows: look their columns up in the table of formats."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
-from valence.data.formats import FORMATS, Format, has_failed, lookup
-from valence.data.values import COLOSSAL, Dialect, as_number, dialect_of, thumb
+from valence.data import values
+from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
+from valence.data.formats import has_failed, lookup, winner_error
 from valence.errors import UserError
+from valence.types import Kind
 
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
-CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"text"}
+CONTENT = frozenset(
+    name
+    for key, f in FORMATS.items()
+    for name in f.required
+    if key not in SHAPES or (f.parts[name] in TEXTS[2:] and not f.loose)
+) - {"text"}
 """Columns that determine a format. Any row may also have a `text`."""
+RATING = "rating"
+OTHER_RATINGS = ("label", "score", "scores")
+"""A rating is not read in a file that has one of these columns."""
+TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only or f.not_for) and not f.loose}
+SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
+"""Parts that are lists, with their smallest length."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
 OTHER_NAMES = {
@@ -33,35 +48,58 @@ MAX_COLUMNS = 20
 """Columns that a message lists at most."""
 
 
-def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
-    """The name of the format that most of these rows have.
+Match = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
+NONE: Match = ("", (), ())
+"""A format, the keys for it, and the columns that it does not read, though they may matter."""
 
-    Raises UserError when none or several fit.
+
+def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
+    """The name of the format that most of these rows have. Raises UserError as ``resolve`` does."""
+    return resolve(rows, keys or {})[0]
+
+
+def resolve(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], kind: Kind | None = None
+) -> tuple[str, Mapping[str, str]]:
+    """The format that most of these rows have, and ``keys`` with the other names of its columns.
+
+    kind: what the method reads, if it is known. Raises UserError when none or several fit.
     """
-    for key, column in (keys or {}).items():
+    for key, column in keys.items():
         if key not in COLUMNS:
             is_reversed = column in COLUMNS and any(key in row for row in rows)
-            hint = did_you_mean(
-                [f"{{{column}: {key}}}"] if is_reversed else nearest(key, sorted(COLUMNS))
-            )
+            names = [f"{{{column}: {key}}}"] if is_reversed else nearest(key, sorted(COLUMNS))
             raise UserError(
                 f"keys: no format has a column {key!r}",
                 code="keys-unknown-column",
-                fix=f"{hint}write keys as {{the format's name: the file's name}}; names of formats "
-                f"are {', '.join(OTHER_NAMES)} and others",
+                fix=f"{did_you_mean(names)}write keys as {{the format's name: the file's name}}; "
+                f"names of formats are {', '.join(OTHER_NAMES)} and others",
             )
-    filled = {
-        key: column
-        for key, column in {"label": "label", **(keys or {})}.items()
-        if any(row.get(column) is not None for row in rows)
-    }
-    shapes = [_shape(row, keys or {}, filled) for row in rows]
-    votes = Counter(names for names in (candidates(*shape) for shape in shapes) if names)
-    if not votes:
-        raise _unknown(rows, keys or {}, frozenset(name for names, _ in shapes for name in names))
-    [(fitting, _)] = votes.most_common(1)
+    present = {name for row in rows for name, value in row.items() if value is not None}
+    filled = {key: name for key, name in {"label": "label", **keys}.items() if name in present}
+    votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
+    fitting = max(votes, key=lambda names: votes[names], default=())
+    gives = {FORMATS[name].gives for name in fitting}
+    is_partial = gives == {"prompt"} and kind != "prompt"
+    is_partial |= gives == {"demonstration"} and kind not in (None, "demonstration", "prompt")
+    if not fitting or is_partial:
+        matches = Counter(_match_other_names(row, keys, kind) for row in rows)
+        name, names, ignored = max(matches, key=lambda match: matches[match], default=None) or NONE
+        is_sure = name and not ignored
+        if is_sure and (not fitting or kind or FORMATS[name].gives != "demonstration"):
+            _check_verdicts(rows, name, dict(names))
+            return name, dict(names)
+        if not fitting or (kind and gives == {"prompt"} and _compared(rows, keys)):
+            raise _unknown(rows, keys, dict(names), ignored)
     if len(fitting) == 1:
-        return fitting[0]
+        row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
+        names = _other_names(FORMATS[fitting[0]], row, keys)
+        if FORMATS[fitting[0]].gives == "preference" and "prompt" in names.keys() - keys.keys():
+            with suppress(UserError):  # the prompt is in the answers: the column may differ from it
+                values.shared_prompt(row.get("chosen"), row.get("rejected"), values.OPENAI)
+                del names["prompt"]
+        _check_verdicts(rows, fitting[0], names)
+        return fitting[0], names
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
         code="format-ambiguous",
@@ -70,38 +108,160 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
     )
 
 
+def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[str, str]) -> None:
+    """Raise UserError if numbers that may be thumbs say which of two answers is better. They are
+    the numbers of the answers only if a 2 is among them, or if their column says so.
+    """
+    parts = {part: keys.get(column, column) for column, part in FORMATS[name].parts.items()}
+    column = parts.get("winner")
+    cells = [lookup(row, column) for row in rows] if column else []
+    numbers = [cell for cell in cells if values.as_number(cell) is not None]
+    if column in ("label", "preference") and numbers and 2 not in map(values.as_number, numbers):
+        raise winner_error(parts, numbers[0])
+    for number in numbers:
+        try:
+            values.verdict(number, (parts["first"], parts["second"]), (None, None))
+        except KeyError:
+            raise winner_error(parts, number) from None
+
+
+def _match_other_names(
+    row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None
+) -> Match | None:
+    """The format that reads most columns of a row by their other names, the keys for it, and
+    columns that may change what the row means, but are not read.
+    """
+    matches: dict[int, Match] = {}
+    for name, f in FORMATS.items():
+        names = _other_names(f, row, keys)
+        if (
+            not _is_for(f, kind)
+            or (f.gives == "demonstration" and kind not in (None, "demonstration"))
+            or (f.gives == "prompt") != (kind == "prompt")
+            or (names == keys and not f.loose)
+            or any(lookup(row, names.get(column, column)) is None for column in f.required)
+            or (f.test and not f.test(row))
+        ):
+            continue
+        columns = {names.get(column, column).partition(".")[0] for column in f.columns}
+        read = {column for column, value in row.items() if column in columns and value is not None}
+        left = [c for c in sorted(row.keys() - columns) if _matters(f, c, row[c])]
+        matches.setdefault(len(read), (name, tuple(names.items()), tuple(left)))
+    return matches[max(matches)] if matches else None
+
+
+def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, str]:
+    """``keys``, and the other names that columns of a format have in this row. Answers that are
+    compared have names of the same place in their lists.
+    """
+    names, place = dict(keys), None
+    for column, others in f.others.items():
+        part = f.parts[column]
+        if column in keys or _can_be(part, row.get(column)):
+            continue
+        places = [
+            i
+            for i, name in enumerate(others)
+            if name not in names.values()
+            and _can_be(part, lookup(row, name))
+            and (part != "first" or _can_be(part, row.get(f.others["response_b"][i])))
+            and (part != "second" or i == place)
+        ]
+        if len(places) == 1:
+            [i] = places
+            names[column] = others[i]
+            place = i if part == "first" else place
+    return names
+
+
+def _is_for(f: Format, kind: Kind | None) -> bool:
+    """Whether a format is detected for methods that read this kind."""
+    return (f.only or kind) == kind and (f.not_for or "") != kind
+
+
+def _can_be(part: str, value: object) -> bool:
+    """Whether a value can be this part of a row."""
+    if part in SIZES:
+        return isinstance(value, list) and len(value) >= SIZES[part]
+    if part in TEXTS:
+        is_turn = isinstance(value, dict) and values.dialect_of(value) is not None
+        return is_turn or (isinstance(value, str | list) and bool(value))
+    if part == "score":
+        return values.as_number(value) is not None
+    return value is not None and (part != "label" or values.thumb(value) is not None)
+
+
+def _matters(f: Format, column: str, value: object) -> bool:
+    """Whether a column that a format does not read may change what its row means: texts, and values
+    that may be a rating of a row without one. All columns of a prompt are kept.
+    """
+    if is_unimportant(column) or value is None or value == "" or f.gives == "prompt":
+        return False
+    is_rated = "label" in f.required or f.gives not in ("judgement", "demonstration")
+    if isinstance(value, str) and values.as_number(value) is None:
+        return len(value.split()) > 1 or (not is_rated and values.thumb(value) is not None)
+    is_number = isinstance(value, int | float) and f.gives == "demonstration"
+    return isinstance(value, list | dict) or (not is_rated and (type(value) is bool or is_number))
+
+
 def _unknown(
-    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], names: frozenset[str]
+    rows: Sequence[Mapping[str, Any]],
+    keys: Mapping[str, str],
+    certain: Mapping[str, str] | None = None,
+    left: Sequence[str] = (),
 ) -> UserError:
-    """names: the columns of formats that the rows have."""
+    """certain: keys that read the rows but for the columns in left."""
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
-    near = sorted(
-        (len(f.required - names) - len(f.required & names), len(f.required - names), name)
-        for name, f in FORMATS.items()
-        if f.required & names
-    )[:3]
+    names = frozenset().union(*(_shape(row, keys, {})[0] for row in rows))
+    near = [name for name, f in FORMATS.items() if f.required & names and not f.loose]
+    near.sort(key=lambda name: len(FORMATS[name].required - names))
+    lacking = {name: ", ".join(sorted(FORMATS[name].required - names)) for name in near[:3]}
     nearest_formats = "; ".join(
-        f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
-        if count
-        else f"{name} (to use it, set format: {name}; it is not detected because of other columns "
-        "or of the names in chat turns)"
-        for _, count, name in near
+        f"{name}, which also needs {others}"
+        if others
+        else f"{name} (to use it, set format: {name}; its other columns or chat turns differ)"
+        for name, others in lacking.items()
     )
-    suggested = suggested_keys(rows, keys)
+    compared = _compared(rows, keys)
+    suggested = suggested_keys(rows, keys) or certain or {}
+    flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
+    if suggested and len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
+        suggested = {**suggested, "label": flags[0]}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
+    if compared:
+        first, second, prompt = compared
+        fix = (
+            f"the rows have two answers: if {first} is always the better one, set keys: "
+            f"{{chosen: {first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it "
+            f"is, set format: pairwise_feedback, keys: {{output_A: {first}, output_B: {second}, "
+            f"label: COLUMN, prompt: {prompt}}}"
+        )
+    else:
+        is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
+        fix = (
+            (f"did you mean keys: {{{mapping}}}{is_ignored}? otherwise " if suggested else "")
+            + ("" if columns else "write values into columns such as prompt and completion, or ")
+            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
+            "completion: COLUMN, label: COLUMN}}"
+            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
+        )
     return UserError(
         f"no format fits the columns {listed(map(repr, columns))}"
         if columns
         else "the first rows have no values",
         code="format-unknown-columns",
-        fix=(
-            (f"did you mean keys: {{{mapping}}}? otherwise " if suggested else "")
-            + ("" if columns else "write values into columns such as prompt and completion, or ")
-            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
-            "completion: COLUMN, label: COLUMN}}"
-            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
-        ),
+        fix=fix,
     )
+
+
+def _compared(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]
+) -> tuple[str, str, str] | None:
+    """The columns of two answers that are compared, and that of their prompt; None without them."""
+    names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
+    first, second, prompt = (names.get(c, c) for c in ("response_a", "response_b", "prompt"))
+    is_compared = all(isinstance(row.get(c), str | list) for row in rows for c in (first, second))
+    return (first, second, prompt) if rows and is_compared else None
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -142,12 +302,11 @@ def _rating_part(column: str, cells: Sequence[object]) -> Literal["label", "scor
     count as labels, so that they are reported.
     """
     filled = [cell for cell in cells if cell is not None and str(cell).strip()]
-    numbers = [cell for cell in filled if as_number(cell) is not None]
+    numbers = [cell for cell in filled if values.as_number(cell) is not None]
     if filled and 2 * len(numbers) >= len(filled):
-        return "label" if all(thumb(cell) is not None for cell in numbers) else "score"
-    if 2 * sum(thumb(cell) is not None for cell in filled) >= max(len(filled), 1):
-        return "label"
-    return "" if "feedback" in column.lower() else "label"
+        return "label" if all(values.thumb(cell) is not None for cell in numbers) else "score"
+    are_words = 2 * sum(values.thumb(cell) is not None for cell in filled) < max(len(filled), 1)
+    return "" if are_words and "feedback" in column.lower() else "label"
 
 
 def nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -170,7 +329,7 @@ def listed(names: Iterable[str]) -> str:
 
 def _shape(
     row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str]
-) -> tuple[frozenset[str], Dialect | None]:
+) -> tuple[frozenset[str], values.Dialect | None]:
     """The columns of a row, by the format's names, and the dialect of its chat turns (None: it has
     none).
 
@@ -188,44 +347,95 @@ def _shape(
     for name in sorted((CONTENT | {"text"}) & names):
         part = lookup(row, keys.get(name, name))
         turn = part[0] if isinstance(part, list) and part else part
-        dialect = dialect_of(turn) if isinstance(turn, dict) else None
+        dialect = values.dialect_of(turn) if isinstance(turn, dict) else None
         if dialect:
             return frozenset(names), dialect
     return frozenset(names), None
 
 
-def candidates_of(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[str, ...]:
+def candidates_of(
+    row: Mapping[str, Any],
+    keys: Mapping[str, str],
+    kind: Kind | None = None,
+    filled: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
     """The formats that fit a row."""
-    return candidates(*_shape(row, keys, {}))
+    names, dialect = _shape(row, keys, filled or {})
+    tested = frozenset(
+        name
+        for name, f in TESTED.items()
+        if f.required <= names and _is_for(f, kind) and (not f.test or f.test(row))
+    )
+    return candidates(names, dialect, tested)
 
 
-def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
+def is_another_format(
+    name: str, value: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None = None
+) -> str | None:
     """The format of this row if it is not ``name``; else None."""
-    fitting = candidates_of(value, keys)
+    fitting = () if FORMATS[name].loose else candidates_of(value, keys, kind)
     return None if not fitting or name in fitting else fitting[0]
 
 
 @lru_cache(maxsize=1024)
-def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...]:
-    """The formats that fit, without those of which another fitting format reads more columns."""
+def candidates(
+    names: frozenset[str], dialect: values.Dialect | None, tested: frozenset[str]
+) -> tuple[str, ...]:
+    """The formats that fit, without those of which another fitting format reads more columns.
+
+    tested: formats with a test that the row passes.
+    """
     fits = {
         name: f
         for name, f in FORMATS.items()
         if f.required <= names
-        and _reads_dialect(f, dialect)
-        and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
+        and not f.loose
+        and (name in tested or name not in TESTED)
+        # OpenAI's and ShareGPT's turns are distinguished one by one
+        and (f.dialect is values.COLOSSAL) is (dialect is values.COLOSSAL)
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
     }
 
     def is_covered(name: str) -> bool:
         required, columns = fits[name].required, set(fits[name].columns)
-        return any(required <= set(f.columns) and not f.required <= columns for f in fits.values())
+        return any(
+            (required <= set(f.columns) and not f.required <= columns)
+            or (required == f.required and f.only and not fits[name].only)
+            for f in fits.values()
+        )
 
     return tuple(name for name in fits if not is_covered(name))
 
 
-def _reads_dialect(f: Format, dialect: Dialect | None) -> bool:
-    """Whether the format reads turns of this dialect.
+# Ratings
 
-    OpenAI's and ShareGPT's turns are distinguished one by one, and read by the same formats.
+
+def is_rated(row: Mapping[str, Any], keys: Mapping[str, str]) -> bool:
+    """Whether a row is a rated answer if its rating is the label."""
+    is_mapped = RATING in keys.values() or any(part in keys for part in OTHER_RATINGS)
+    if row.get(RATING) is None or is_mapped or any(row.get(p) is not None for p in OTHER_RATINGS):
+        return False
+    as_label = {**keys, "label": RATING}
+    names = candidates_of(row, as_label) or (_match_other_names(row, as_label, None) or NONE)[:1]
+    return len(names) == 1 and names != NONE[:1] and "label" in FORMATS[names[0]].required
+
+
+def rating_part(ratings: Iterable[object], path: str) -> Literal["label", "score"]:
+    """Whether the ratings of a file are labels: words, or only 1 and one of -1 and 0. Otherwise
+    they are scores.
+
+    Raises UserError if every rating is the same 0 or 1, which may be a thumb or the end of a scale.
     """
-    return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)
+    cells = list(ratings)
+    numbers = {number for value in cells if (number := values.as_number(value)) is not None}
+    if any(values.as_number(value) is None and values.thumb(value) is not None for value in cells):
+        return "label"
+    if numbers in ({0.0}, {1.0}):
+        raise UserError(
+            f"every rating is {min(numbers):g}, which may be a thumb or a score on a scale",
+            code="rating-ambiguous",
+            where=path,
+            fix=f"set keys: {{label: {RATING}}} for thumbs, or keys: {{score: {RATING}}} for a "
+            "scale",
+        )
+    return "label" if numbers <= {-1.0, 1.0} or numbers <= {0.0, 1.0} else "score"

@@ -1,25 +1,24 @@
-"""Row -> Example: the table of row formats, and the functions that read them.
+"""Row -> Example: the readers of the formats in the table.
 
-A format reads *parts* (prompt, completion, label, ...) from columns. A new format is a line in
-``FORMATS``, with a new function if none of these reads its shape.
+A format reads *parts* (prompt, completion, label, ...) from columns; the kind of its examples says
+which parts are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from valence.data import values
-from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect
+from valence.data.format_table import FORMATS
+from valence.data.values import OPENAI, Dialect
 from valence.errors import UserError
 from valence.types import (
     Chat,
     Content,
     Demonstration,
     Example,
-    Ids,
     Judgement,
     Kind,
     Message,
@@ -32,6 +31,10 @@ from valence.types import (
 
 T = TypeVar("T")
 D = TypeVar("D")
+RATINGS = ("label", "score")
+"""Parts that a person fills in, and may leave out."""
+UNDECIDED = ("row-tied", "row-turns-differ")
+"""Codes of comparisons that no pair can be made of: these rows are left out, and no mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,8 @@ class Columns:
     @property
     def common(self) -> dict[str, Any]:
         """The fields that every Example has."""
-        return {
-            "weight": self.parse("weight", values.weight, 1.0),
-            "info": self.info,
-            "origin": self.origin,
-        }
+        weight = self.parse("weight", values.weight, 1.0)
+        return {"weight": weight, "info": self.info, "origin": self.origin}
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -80,67 +80,94 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
         return row.get(path)
     value: Any = row
     for name in path.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif (
-            isinstance(value, list)
-            and name.isascii()
-            and name.isdecimal()
-            and int(name) < len(value)
-        ):
-            value = value[int(name)]
-        else:
-            return None
+        if isinstance(value, list):
+            value = {str(i): item for i, item in enumerate(value)}
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
 # Prompts and answers
 
 
-def _read_exchange(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt, and the answers in these parts."""
-    answers = {
-        row.name(part): values.answer(row.get(part), row.name(part), row.dialect) for part in parts
-    }
-    return values.exchange(_parse_prompt(row), answers, row.tools)
+def _read_contents(
+    row: Columns, *parts: str, to_learn: bool = False
+) -> tuple[Content, Sequence[Content]]:
+    """The prompt, and the answers in these parts.
+
+    to_learn: leave out turns of a conversation after the last one to learn from (whose weight is
+    not 0).
+    """
+    if "prompt_text" in row.columns:
+        return _read_ids(row, *parts)
+    if "text" in row.columns:
+        return _read_text(row)
+    prompt: str | tuple[Message, ...] | None = None
+    answers: dict[str, str | tuple[Message, ...]] = {}
+    if "messages" in row.columns:
+        prompt, answers[row.name("messages")] = _split_conversation(row, to_learn=to_learn)
+        parts = parts[1:]
+    elif "prompt" in row.columns or "instruction" in row.columns:
+        is_shared = "prompt" in row.columns and row.get("prompt") is None
+        prompt = None if is_shared else _parse_prompt(row)
+    elif len(parts) == 1:
+        prompt = ""
+    if prompt is None:
+        return _read_shared_prompt(row, *parts)
+    for part in parts:
+        answers[row.name(part)] = values.answer(row.get(part), row.name(part), row.dialect)
+    return values.exchange(prompt, answers, row.tools)
+
+
+def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
+    """A text without a prompt, or the conversation that it marks with ``### Human:``."""
+    name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
+    if marked := values.marked_turns(text):
+        *prompt, answer = values.turns(marked, name, OPENAI)
+        return values.exchange(values.check_prompt(prompt, name), {name: (answer,)}, ())
+    return values.exchange("", {name: text}, ())
 
 
 def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
-    """The prompt: text, or turns after the system column, or an instruction with its input."""
-    if "instruction" in row.columns:
-        return _read_instruction(row)
-    return values.prompt(_with_system(row, row.get("prompt")), row.name("prompt"), row.dialect)
-
-
-def _read_instruction(row: Columns) -> tuple[Message, ...]:
-    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on the next line,
-    its input.
+    """The prompt: text, or turns after the system prompt and earlier rounds. An instruction is
+    always a turn, with its input on the next line.
     """
+    part = "instruction" if "instruction" in row.columns else "prompt"
+    name, prompt, rounds = row.name(part), row.get(part), _read_rounds(row)
+    is_in_chat = isinstance(prompt, str) and prompt and (rounds or row.get("system"))
+    if part == "instruction" or is_in_chat:
+        texts = [values.text(prompt, name)]
+        if more := row.get("input"):
+            texts.append(values.text(more, row.name("input")))
+        turns = _with_system(row, [*rounds, {"role": "user", "content": "\n".join(texts)}])
+        return values.check_prompt(values.turns(turns, name, OPENAI), name)
+    return values.prompt(_with_system(row, prompt), name, row.dialect)
+
+
+def _read_rounds(row: Columns) -> list[dict[str, Any]]:
+    """The turns of earlier rounds, each an instruction with its answer."""
     rounds = row.get("history") or []
     if not isinstance(rounds, list) or not all(
         isinstance(r, list | tuple) and len(r) == 2 for r in rounds
     ):
-        raise UserError(
-            f"{row.name('history')} is {values.shown(rounds)}, but must be a list of earlier "
-            f"instructions, each with its answer",
-            code="row-value-type",
-            fix='write it as [["instruction", "answer"], ...]',
-        )
-    name, more = row.name("instruction"), row.get("input")
-    question = values.text(row.get("instruction"), name) + (
-        f"\n{values.text(more, row.name('input'))}" if more else ""
-    )
-    history = [
-        turn for prompt, answer in rounds for turn in (("user", prompt), ("assistant", answer))
+        fix = 'write it as [["instruction", "answer"], ...]'
+        raise values.wrong_type(rounds, row.name("history"), "a list of earlier rounds", fix)
+    return [
+        {"role": role, "content": content}
+        for pair in rounds
+        for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
-    turns = [{"role": role, "content": content} for role, content in (*history, ("user", question))]
-    return values.check_prompt(values.turns(_with_system(row, turns), name, OPENAI), name)
 
 
-def _read_shared_prompt(row: Columns) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt that chosen and rejected begin with, and the rest of both."""
-    sides = {row.name(part): row.get(part) for part in ("chosen", "rejected")}
-    shared = values.shared_prompt(row.get("chosen"), row.get("rejected"), row.dialect)
+def _read_shared_prompt(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
+    """The prompt that both sides of a pair begin with, and the rest of both."""
+    sides = {row.name(part): row.get(part) for part in parts}
+    shared = values.shared_prompt(row.get(parts[0]), row.get(parts[1]), row.dialect)
+    if "winner" in row.columns and any(len(side) - len(shared) > 1 for side in sides.values()):
+        raise UserError(
+            "its answers belong to different conversations",
+            code="row-turns-differ",
+            fix="remove the row, or the turns after the first answer",
+        )
     answers = {
         name: side.removeprefix(shared)
         if isinstance(shared, str)
@@ -160,6 +187,8 @@ def _with_system(row: Columns, turns: Any) -> Any:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
     dialect = values.dialect_of(first) or row.dialect
     if dialect.roles.get(str(first.get(dialect.role))) == "system":
+        if first.get(dialect.content) == system:
+            return turns
         raise UserError(
             f"the row has a system turn, and also the column {row.name('system')}",
             code="row-system-twice",
@@ -168,13 +197,14 @@ def _with_system(row: Columns, turns: Any) -> Any:
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
 
-def _read_conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
-    """A conversation as its prompt and the assistant's last turn.
-
-    to_learn: leave out turns after the last one to learn from (whose weight is not 0).
-    """
-    name = row.name("messages")
-    turns = values.turns(_with_system(row, row.get("messages")), name, row.dialect)
+def _split_conversation(
+    row: Columns, *, to_learn: bool
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """A conversation as its prompt and the assistant's last turn."""
+    name, conversation = row.name("messages"), row.get("messages")
+    if isinstance(conversation, list):
+        conversation = values.as_turns(conversation)
+    turns = values.turns(_with_system(row, conversation), name, row.dialect)
     if turns[-1]["role"] != "assistant":
         raise UserError(
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
@@ -183,123 +213,13 @@ def _read_conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, C
             f"the prompts, set keys: {{prompt: {name}}} on this file",
         )
     if to_learn:
-        last = max(
-            (
-                i
-                for i, turn in enumerate(turns)
-                if turn["role"] == "assistant" and turn.get("weight") != 0
-            ),
-            default=-1,
+        learned = (
+            i
+            for i, turn in enumerate(turns, 1)
+            if turn["role"] == "assistant" and turn.get("weight") != 0
         )
-        turns = turns[: last + 1] or turns
-    prompt = values.check_prompt(turns[:-1], name)
-    return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
-
-
-# Readers
-
-
-def read_judgement(row: Columns) -> Judgement:
-    prompt, (completion,) = _read_exchange(row, "completion")
-    return _to_judgement(row, prompt, completion)
-
-
-def read_judged_messages(row: Columns) -> Judgement:
-    return _to_judgement(row, *_read_conversation(row))
-
-
-def read_judged_ids(row: Columns) -> Judgement:
-    prompt, completion = _read_ids(row, "prompt", "completion")
-    return _to_judgement(row, prompt, completion)
-
-
-def read_helpsteer(row: Columns) -> Judgement:
-    """One column per attribute."""
-    prompt, (completion,) = _read_exchange(row, "completion")
-    scores = {name: row.parse(name, values.number, None) for name in HELPSTEER_ATTRIBUTES.split()}
-    attributes = {name: score for name, score in scores.items() if score is not None}
-    return Judgement(prompt=prompt, completion=completion, attributes=attributes, **row.common)
-
-
-def _to_judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
-    return Judgement(
-        prompt=prompt,
-        completion=completion,
-        label=row.parse("label", values.label, None),
-        score=row.parse("score", values.number, None),
-        attributes=row.parse("scores", values.attributes, {}),
-        error=str(row.get("error")) if has_failed(row.value, row.columns) else "",
-        is_truncated=row.get("stop") == "length",
-        **row.common,
-    )
-
-
-def has_failed(value: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether a row has an error instead of a score. columns: part of the format -> column."""
-    score, error = columns.get("score", "score"), columns.get("error", "error")
-    return score in value and value[score] is None and isinstance(value.get(error), str)
-
-
-def read_preference(row: Columns) -> Preference:
-    """Two answers to a prompt, or two conversations that begin with it."""
-    if row.get("prompt") is None and "instruction" not in row.columns:
-        prompt, (chosen, rejected) = _read_shared_prompt(row)
-    else:
-        prompt, (chosen, rejected) = _read_exchange(row, "chosen", "rejected")
-    return _to_preference(row, prompt, chosen, rejected)
-
-
-def read_preferred_ids(row: Columns) -> Preference:
-    prompt, chosen, rejected = _read_ids(row, "prompt", "chosen", "rejected")
-    return _to_preference(row, prompt, chosen, rejected)
-
-
-def read_pairwise_feedback(row: Columns) -> Preference:
-    """Label 1: output_A is the better one; 0: output_B."""
-    prompt, (a, b) = _read_exchange(row, "output_A", "output_B")
-    rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
-    if None not in rewards and rewards[0] == rewards[1]:
-        raise UserError(
-            f"{row.name('reward_A')} and {row.name('reward_B')} are equal, so neither output is "
-            "preferred",
-            code="row-pair-tied",
-            fix="remove the row",
-        )
-    return _to_preference(
-        row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a))
-    )
-
-
-def _to_preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
-    if chosen == rejected:
-        raise UserError(
-            "the chosen and the rejected answer are the same",
-            code="row-pair-identical",
-            fix="remove the row, or correct one of the two answers",
-        )
-    return Preference(
-        prompt=prompt,
-        chosen=chosen,
-        rejected=rejected,
-        margin=row.parse("margin", values.number, 0.0),
-        soft=row.parse("soft", values.probability, None),
-        **row.common,
-    )
-
-
-def read_demonstration(row: Columns) -> Demonstration:
-    prompt, (completion,) = _read_exchange(row, "completion")
-    return Demonstration(prompt=prompt, completion=completion, **row.common)
-
-
-def read_messages(row: Columns) -> Demonstration:
-    prompt, completion = _read_conversation(row, to_learn=True)
-    return Demonstration(prompt=prompt, completion=completion, **row.common)
-
-
-def read_demonstrated_ids(row: Columns) -> Demonstration:
-    prompt, completion = _read_ids(row, "prompt", "completion")
-    return Demonstration(prompt=prompt, completion=completion, **row.common)
+        turns = turns[: max(learned, default=len(turns))]
+    return values.check_prompt(turns[:-1], name), turns[-1:]
 
 
 def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
@@ -320,263 +240,223 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
     return Sampled(logps, temperature, top_p, vocabulary if isinstance(vocabulary, str) else "")
 
 
-def _read_ids(row: Columns, *parts: str) -> Iterable[Ids]:
-    """The parts of a row as tokens, of which the first is the prompt, with their texts."""
-    prompt, *completions = (values.ids(row.get(part), row.name(part)) for part in parts)
+def _read_ids(row: Columns, *parts: str) -> tuple[Content, Sequence[Content]]:
+    """The prompt and the answers as tokens, with their texts."""
+    prompt, *completions = (
+        values.ids(row.get(part), row.name(part)) for part in ("prompt", *parts)
+    )
     sampled = _read_sampled(row, len(completions[0].ids))
-    text, texts = _read_texts(row, parts[1:])
-    return replace(prompt, readable=text), *(
+    text, texts = _read_texts(row, parts)
+    return replace(prompt, readable=text), [
         replace(completion, sampled=sampled, readable=text)
         for completion, text in zip(completions, texts, strict=True)
-    )
+    ]
 
 
 def _read_texts(
     row: Columns, parts: Sequence[str]
-) -> tuple[str | Chat | None, Sequence[str | Chat | None]]:
+) -> tuple[Content | None, Sequence[Content | None]]:
     """The texts of the prompt and of these answers, next to their tokens. None: it cannot be read,
     or the answer was truncated, so that its text does not show that it has no end.
     """
+    texts = {part: row.columns[f"{part}_text"] for part in ("prompt", *parts)}
+    as_text = replace(row, columns={**row.columns, **texts})
     nothing = [None] * len(parts)
     try:
-        prompt = row.parse("prompt_text", partial(values.prompt, dialect=row.dialect), None)
-        text = prompt if prompt is None or isinstance(prompt, str) else Chat(prompt, row.tools)
+        prompt = _parse_prompt(as_text) if as_text.get("prompt") is not None else None
     except UserError:
+        prompt = None
+    if prompt is None:
         return None, nothing
-    if prompt is None or row.get("stop") == "length":
-        return text, nothing
+    text = prompt if isinstance(prompt, str) else Chat(prompt, row.tools)
     try:
         answers = {
-            row.name(part): values.answer(row.get(part), row.name(part), row.dialect)
-            for part in (f"{part}_text" for part in parts)
+            as_text.name(part): values.answer(as_text.get(part), as_text.name(part), row.dialect)
+            for part in parts
         }
-        return values.exchange(prompt, answers, row.tools)
+        is_cut = row.get("stop") == "length"
+        return (text, nothing) if is_cut else values.exchange(prompt, answers, row.tools)
     except UserError:
         return text, nothing
 
 
-def read_ranking(row: Columns) -> Ranking:
-    """k answers with k scores, or k ranks from 1 (the best): a rank r becomes the score -r."""
-    texts, name = row.get("completions"), row.name("completions")
-    if not isinstance(texts, list) or len(texts) < 2:
-        raise UserError(
-            f"{name} is {values.shown(texts)}, but must be a list of two or more answers",
-            code="row-value-type",
-            fix="write all answers to the prompt as a list in one row",
-        )
-    answers = {
-        f"answer {n} of {name}": values.answer(text, name, row.dialect)
-        for n, text in enumerate(texts, 1)
-    }
-    prompt, completions = values.exchange(_parse_prompt(row), answers, row.tools)
-    return Ranking(
-        prompt=prompt, completions=completions, scores=_read_scores(row, len(texts)), **row.common
+# Readers
+
+
+def _read_judgement(row: Columns) -> Judgement:
+    prompt, (completion,) = _read_contents(row, "completion")
+    columns = {part.removeprefix("scores."): part for part in row.columns if "scores." in part}
+    scores = {name: row.parse(part, values.number, None) for name, part in columns.items()}
+    return Judgement(
+        prompt=prompt,
+        completion=completion,
+        label=row.parse("label", values.label, None),
+        score=row.parse("score", values.number, None),
+        attributes=row.parse("scores", values.attributes, {})
+        or {name: score for name, score in scores.items() if score is not None},
+        error=str(row.get("error")) if has_failed(row.value, row.columns) else "",
+        is_truncated=row.get("stop") == "length",
+        **row.common,
     )
 
 
-def _read_scores(row: Columns, count: int) -> tuple[float, ...]:
-    parts = [part for part in ("scores", "ranks") if row.get(part) is not None]
-    if len(parts) != 1:
+def has_failed(value: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether a row has an error instead of a score. columns: part of the format -> column."""
+    score, error = columns.get("score", "score"), columns.get("error", "error")
+    return score in value and value[score] is None and isinstance(value.get(error), str)
+
+
+def _read_preference(row: Columns) -> Preference:
+    """Two answers to a prompt, or two conversations that begin with it."""
+    is_compared = "first" in row.columns
+    sides = ("first", "second") if is_compared else ("chosen", "rejected")
+    winner = _read_winner(row) if is_compared else 0
+    prompt, answers = _read_contents(row, *sides)
+    if answers[0] == answers[1]:
         raise UserError(
-            f"the row has both {row.name('scores')} and {row.name('ranks')}"
-            if parts
-            else f"the row has neither {row.name('scores')} nor {row.name('ranks')}",
-            code="row-scores-and-ranks" if parts else "row-scores-missing",
+            "the chosen and the rejected answer are the same",
+            code="row-pair-identical",
+            fix="remove the row, or correct one of the two answers",
+        )
+    return Preference(
+        prompt=prompt,
+        chosen=answers[winner],
+        rejected=answers[1 - winner],
+        margin=row.parse("margin", values.number, 0.0),
+        soft=row.parse("soft", values.probability, None),
+        **row.common,
+    )
+
+
+def _read_winner(row: Columns) -> int:
+    """0 if the first of two answers is the better one, and 1 if the second is.
+
+    Raises UserError, also for a tie.
+    """
+    rewards = [row.parse(f"reward_{side}", values.number, None) for side in ("first", "second")]
+    if None not in rewards and rewards[0] == rewards[1]:
+        raise UserError(
+            f"{row.name('reward_first')} and {row.name('reward_second')} are equal, so neither "
+            "output is preferred",
+            code="row-pair-tied",
+            fix="remove the row",
+        )
+    if "label" in row.columns:
+        return 0 if values.label(row.get("label"), row.name("label")) else 1
+    if "winner" in row.columns:
+        side = _read_verdict(row)
+    else:
+        # a strength below 0 is for the first answer
+        parts = ("strength",) if "strength" in row.columns else ("score_second", "score_first")
+        numbers = [values.number(row.get(part), row.name(part)) for part in parts]
+        difference = numbers[0] - sum(numbers[1:])
+        side = None if difference == 0 else int(difference > 0)
+    if side is None:
+        raise UserError(
+            "neither of its answers is preferred", code="row-tied", fix="remove the row"
+        )
+    return side
+
+
+def _read_verdict(row: Columns) -> int | None:
+    models = [row.value.get(f"model_{side}") for side in "ab"]
+    try:
+        return values.verdict(row.get("winner"), (row.name("first"), row.name("second")), models)
+    except KeyError:
+        raise winner_error(row.columns, row.get("winner")) from None
+
+
+def winner_error(columns: Mapping[str, str], value: object) -> UserError:
+    """The error for a value that does not say which of two answers is better.
+
+    columns: part of the format -> column of the file.
+    """
+    first, second, column = (columns[part] for part in ("first", "second", "winner"))
+    prompt = columns.get("prompt", columns.get("instruction"))
+    keys = [
+        f"{{output_A: {a}, output_B: {b}, label: {column}, prompt: {prompt}}}"
+        for a, b in ((first, second), (second, first))
+    ]
+    return UserError(
+        f"{column} is {values.shown(value)}, which does not say whether {first} or {second} is "
+        "better",
+        code="row-winner-unknown",
+        fix=f"write {first}, {second} or tie into {column}"
+        if values.thumb(value) is None or prompt is None
+        else f"set on this file format: pairwise_feedback and, if 1 is for {first}, keys: "
+        f"{keys[0]}; if 1 is for {second}, keys: {keys[1]}; or write {first}, {second} or tie into "
+        f"{column}",
+    )
+
+
+def _read_demonstration(row: Columns) -> Demonstration:
+    prompt, (completion,) = _read_contents(row, "completion", to_learn=True)
+    return Demonstration(prompt=prompt, completion=completion, **row.common)
+
+
+def _read_ranking(row: Columns) -> Ranking:
+    """k answers with k scores, or k ranks from 1 (the best): a rank r becomes the score -r."""
+    items, name = row.get("completions"), row.name("completions")
+    if not isinstance(items, list) or len(items) < 2:
+        fix = "write all answers to the prompt as a list in one row"
+        raise values.wrong_type(items, name, "a list of two or more answers", fix)
+    graded = [values.graded(item) for item in items]
+    answers = {
+        f"answer {n} of {name}": values.answer(item.get("text"), name, row.dialect)
+        for n, item in enumerate(graded, 1)
+    }
+    prompt, completions = values.exchange(_parse_prompt(row), answers, row.tools)
+    return Ranking(
+        prompt=prompt, completions=completions, scores=_read_scores(row, graded), **row.common
+    )
+
+
+def _read_scores(row: Columns, graded: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """The scores of answers, from their columns or from the answers themselves."""
+    columns = {part: row.get(part) for part in ("scores", "ranks") if row.get(part) is not None}
+    best = 1
+    if not columns:
+        best = 0  # some tools count ranks from 0
+        for part in ("rank", "score"):  # scores are finer than ranks
+            if all(part in item for item in graded):
+                columns = {f"{part}s": [item[part] for item in graded]}
+    if len(columns) != 1:
+        scores, ranks = (row.columns.get(part, part) for part in ("scores", "ranks"))
+        raise UserError(
+            f"the row has {'both' if columns else 'no'} {scores} and {ranks}",
+            code="row-scores-and-ranks" if columns else "row-scores-missing",
             fix="remove one of the two columns"
-            if parts
-            else f"add {row.name('scores')}, a list with a number for each answer, or "
-            f"{row.name('ranks')}, a list of ranks from 1 (the best)",
+            if columns
+            else f"add {scores}, a list with a number for each answer, or {ranks}, a list of ranks "
+            "from 1 (the best)",
         )
-    value, name = row.get(parts[0]), row.name(parts[0])
-    if not isinstance(value, list) or len(value) != count:
-        raise UserError(
-            f"{name} is {values.shown(value)}, but must be a list of {count} numbers",
-            code="row-value-type",
-            fix="write one number per answer, in the order of the answers",
-        )
+    [(part, value)] = columns.items()
+    name = row.columns.get(part, part)
+    if not isinstance(value, list) or len(value) != len(graded):
+        fix = "write one number per answer, in the order of the answers"
+        raise values.wrong_type(value, name, f"a list of {len(graded)} numbers", fix)
     numbers = tuple(values.number(v, f"number {n} of {name}") for n, v in enumerate(value, 1))
-    if parts == ["scores"]:
+    if part == "scores":
         return numbers
-    if any(rank < 1 or rank != int(rank) for rank in numbers):
-        raise UserError(
-            f"{name} is {values.shown(value)}, but each rank must be a whole number of at least 1",
-            code="row-rank-invalid",
-            fix="rank the best answer 1, the second best 2, and so on",
-        )
+    if any(rank < best or rank != int(rank) for rank in numbers):
+        fix = "rank the best answer 1, the second best 2, and so on"
+        raise values.wrong_type(value, name, "whole numbers from 1", fix, "row-rank-invalid")
     return tuple(-rank for rank in numbers)
 
 
-def read_prompt(row: Columns) -> Prompt:
+def _read_prompt(row: Columns) -> Prompt:
     """A prompt. All other columns, and the entries of ``info``, become its info."""
-    prompt = _parse_prompt(row)
-    if isinstance(prompt, str) and row.tools:
-        raise UserError(
-            "the row has tools, but its prompt is text",
-            code="row-tools-without-turns",
-            fix=values.TOOLS_FIX,
-        )
+    prompt, _ = values.exchange(_parse_prompt(row), {}, row.tools)
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
-    common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
-    return Prompt(prompt=prompt if isinstance(prompt, str) else Chat(prompt, row.tools), **common)
+    return Prompt(prompt=prompt, **{**row.common, "info": {**row.info, **others}})
 
 
-# The table
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A row format: its reader, the kind of its rows, its columns, and how its turns are written.
-
-    ``need`` and ``may``: the columns (or dotted paths) that a row must and may have, in addition to
-    ``weight`` and ``info``, which any row may have. ``parts``: column -> part, where they differ.
-    """
-
-    read: Callable[[Columns], Example]
-    gives: Kind
-    need: str
-    may: str = ""
-    parts: Mapping[str, str] = field(default_factory=dict[str, str])
-    dialect: Dialect = OPENAI
-
-    @property
-    def required(self) -> frozenset[str]:
-        return frozenset(self.need.split())
-
-    @property
-    def needed_parts(self) -> tuple[str, ...]:
-        return tuple(self.parts.get(column, column) for column in self.need.split())
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        renamed = set(self.parts.values())
-        common = (name for name in ("weight", "info") if name not in renamed)
-        return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), *common)))
-
-
-RATINGS = ("label", "score")
-"""Parts that a person fills in, and may leave out."""
-IDS = {
-    "prompt_ids": "prompt",
-    "completion_ids": "completion",
-    "chosen_ids": "chosen",
-    "rejected_ids": "rejected",
-    "prompt": "prompt_text",
-    "completion": "completion_text",
-    "chosen": "chosen_text",
-    "rejected": "rejected_text",
-}
-GENERATED = "logps sampled prompt completion rendered tools info stop version index parts"
-"""Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
-tokens, the tokens are used if the row has the digest of the model's vocabulary, else the text.
-"""
-HALOS = {"output": "completion", "reward": "score"}
-NEMO = {"response": "completion", "preference": "label"}
-HELPSTEER = {"response": "completion"}
-HELPSTEER_ATTRIBUTES = "helpfulness correctness coherence complexity verbosity"
-OPENRLHF = {"input": "prompt", "output": "completion"}
-OPENAI_PAIR = {
-    "input.messages": "prompt",
-    "input.tools": "tools",
-    "preferred_output": "chosen",
-    "non_preferred_output": "rejected",
-}
-SHARED = {"conversations": "messages", "kto_tag": "label"}
-ALPACA = {"output": "completion", "kto_tag": "label"}
-MORE = "input system history"
-
-FORMATS: dict[str, Format] = {
-    "judgement": Format(
-        read_judgement, "judgement", "prompt completion label", "score scores tools"
-    ),
-    "scored": Format(
-        read_judgement, "judgement", "prompt completion score", "scores tools error parts"
-    ),
-    "attributes": Format(read_judgement, "judgement", "prompt completion scores", "tools"),
-    "judged_messages": Format(
-        read_judged_messages, "judgement", "messages label", "score scores tools"
-    ),
-    "scored_messages": Format(read_judged_messages, "judgement", "messages score", "scores tools"),
-    "preference": Format(
-        read_preference, "preference", "chosen rejected", "prompt margin soft tools"
-    ),
-    "demonstration": Format(read_demonstration, "demonstration", "prompt completion", "tools"),
-    "messages": Format(read_messages, "demonstration", "messages", "tools"),
-    "ranking": Format(read_ranking, "ranking", "prompt completions", "scores ranks tools"),
-    "prompt": Format(read_prompt, "prompt", "prompt", "tools"),
-    "text_prompt": Format(read_prompt, "prompt", "text", parts={"text": "prompt"}),
-    # Token ids, used without tokenization
-    "judgement_ids": Format(
-        read_judged_ids,
-        "judgement",
-        "prompt_ids completion_ids label",
-        f"score error {GENERATED}",
-        IDS,
-    ),
-    "scored_ids": Format(
-        read_judged_ids, "judgement", "prompt_ids completion_ids score", f"error {GENERATED}", IDS
-    ),
-    "preference_ids": Format(
-        read_preferred_ids,
-        "preference",
-        "prompt_ids chosen_ids rejected_ids",
-        "margin soft prompt chosen rejected tools sampled",
-        IDS,
-    ),
-    "demonstration_ids": Format(
-        read_demonstrated_ids, "demonstration", "prompt_ids completion_ids", GENERATED, IDS
-    ),
-    # HALOs: the output of its labelling script
-    "binary_feedback": Format(
-        read_judgement, "judgement", "prompt output label", "reward type", HALOS
-    ),
-    "scalar_feedback": Format(read_judgement, "judgement", "prompt output reward", "type", HALOS),
-    "pairwise_feedback": Format(
-        read_pairwise_feedback,
-        "preference",
-        "prompt output_A output_B label",
-        "reward_A reward_B type",
-    ),
-    # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF
-    "helpsteer": Format(
-        read_helpsteer,
-        "judgement",
-        "prompt response helpfulness",
-        "correctness coherence complexity verbosity",
-        HELPSTEER,
-    ),
-    "nemo_aligner": Format(read_judgement, "judgement", "prompt response preference", "", NEMO),
-    "colossalchat": Format(
-        read_judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL
-    ),
-    "openrlhf": Format(read_judgement, "judgement", "input output label", "", OPENRLHF),
-    "openrlhf_preference": Format(
-        read_preference, "preference", "input chosen rejected", "margin soft", OPENRLHF
-    ),
-    "openai_preference": Format(
-        read_preference,
-        "preference",
-        "input.messages preferred_output non_preferred_output",
-        "input.tools margin soft",
-        OPENAI_PAIR,
-    ),
-    # LLaMA-Factory
-    "sharegpt": Format(
-        read_messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT
-    ),
-    "sharegpt_kto": Format(
-        read_judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT
-    ),
-    "sharegpt_preference": Format(
-        read_preference,
-        "preference",
-        "conversations chosen rejected",
-        "system tools",
-        {"conversations": "prompt"},
-        SHAREGPT,
-    ),
-    "alpaca": Format(read_demonstration, "demonstration", "instruction output", MORE, ALPACA),
-    "alpaca_kto": Format(read_judgement, "judgement", "instruction output kto_tag", MORE, ALPACA),
-    "alpaca_preference": Format(read_preference, "preference", "instruction chosen rejected", MORE),
+READERS: dict[Kind, Callable[[Columns], Example]] = {
+    "judgement": _read_judgement,
+    "preference": _read_preference,
+    "demonstration": _read_demonstration,
+    "ranking": _read_ranking,
+    "prompt": _read_prompt,
 }
 
 
@@ -621,21 +501,19 @@ def _missing_columns(
     missing: the format's name of each column -> its name in the file. is_rating: only the rating
     is missing.
     """
-    absent = {column: there for column, there in missing.items() if there not in value}
+    absent = [column for column, there in missing.items() if there not in value]
     keys = ", ".join(f"{column}: COLUMN" for column in absent)
-    renamed = f"; if the file has {'it' if len(absent) == 1 else 'them'} under another name, set "
-    renamed = f"{renamed}keys: {{{keys}}} on this file" if absent else ""
-    columns = " and ".join(missing.values())
+    pronoun = "it" if len(absent) == 1 else "them"
+    renamed = f"; if the file has {pronoun} under another name, set keys: {{{keys}}} on this file"
+    columns, renamed = " and ".join(missing.values()), renamed if absent else ""
+    message = f"the row has no {' and no '.join(missing.values())}, which the format {name} needs"
     if is_rating:
-        return UserError(
-            f"the row has no rating: {columns} is {'missing' if absent else 'empty'}",
-            code="row-rating-missing",
-            fix=f"rate the answer, or remove the row{renamed}",
-        )
+        message = f"the row has no rating: {columns} is {'missing' if absent else 'empty'}"
+    fix = f"add {columns}, or put rows of another format into a separate file"
     return UserError(
-        f"the row has no {' and no '.join(missing.values())}, which the format {name} needs",
-        code="row-column-missing",
-        fix=f"add {columns}, or put rows of another format into a separate file{renamed}",
+        message,
+        code="row-rating-missing" if is_rating else "row-column-missing",
+        fix=f"{'rate the answer, or remove the row' if is_rating else fix}{renamed}",
     )
 
 
@@ -650,8 +528,10 @@ def read_example(
     row = Columns(value, columns, f.dialect, origin)
     missing = {
         column: part
-        for column, part in zip(f.need.split(), f.needed_parts, strict=True)
-        if _is_missing(row, part) and not (part == "score" and has_failed(value, columns))
+        for column, part in f.parts.items()
+        if column in f.required
+        and _is_missing(row, part)
+        and not (part == "score" and has_failed(value, columns))
     }
     if missing:
         raise _missing_columns(
@@ -667,4 +547,4 @@ def read_example(
             code="row-type-differs",
             fix="put rows of each type into a separate file",
         )
-    return f.read(row)
+    return READERS[f.gives](row)

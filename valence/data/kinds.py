@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,7 +109,7 @@ def of_kind(
                 "use the score",
             )
         if not is_ready and not is_converted:
-            raise _wrong_kind(e, kind)
+            raise _wrong_kind(e, kind, examples)
         if not is_ready:
             others[i] = e
     converted, unused = conversion.run([*others.values()], threshold) if conversion else ([], [])
@@ -172,12 +172,14 @@ def _is_of_kind(e: Example, kind: Kind) -> bool:
     return KINDS[type(e)] == kind
 
 
-def _wrong_kind(e: Example, kind: Kind) -> UserError:
+def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserError:
     groups = isinstance(e, Judgement) and kind in ("ranking", "preference")
     condition = " if prompts have several rated completions" if groups else ""
+    scores = [s.score for s in examples if isinstance(s, Judgement) and s.score is not None]
+    scale = f", on the scale of {min(scores):g} to {max(scores):g}" if scores else ""
+    threshold = f" and data.threshold{scale}"
     ways = [
-        f"data.convert: {name}{' and data.threshold' if 'threshold' in c.required else ''}"
-        + condition
+        f"data.convert: {name}{threshold if 'threshold' in c.required else ''}" + condition
         for name, c in CONVERSIONS.items()
         if c.serves(kind) and c.takes(e)
     ]
@@ -191,10 +193,9 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
             "its score"
         )
     if isinstance(e, Prompt) and e.info:
-        ways.append(
-            "keys on this file, such as keys: {completion: COLUMN}, if other columns "
-            f"({', '.join(sorted(e.info))}) contain the answers"
-        )
+        keys = "chosen: COLUMN, rejected" if kind == "preference" else "completion"
+        columns = ", ".join(sorted(e.info))
+        ways.append(f"keys: {{{keys}: COLUMN}}, if other columns ({columns}) contain the answers")
     is_unlabelled = isinstance(e, Judgement) and e.label is None
     method = METHOD_FOR["scored" if is_unlabelled else KINDS[type(e)]]
     way = (

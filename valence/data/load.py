@@ -15,15 +15,19 @@ from valence.data import values
 from valence.data.convert import Conversion
 from valence.data.detect import (
     COLUMNS,
-    detect,
+    RATING,
     did_you_mean,
     is_another_format,
+    is_rated,
     listed,
     nearest,
+    rating_part,
+    resolve,
     suggested_keys,
 )
 from valence.data.example_store import ExampleStore
-from valence.data.formats import FORMATS, columns_read, lookup, read_example
+from valence.data.format_table import FORMATS
+from valence.data.formats import UNDECIDED, columns_read, lookup, read_example
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, ImportedRows, import_votes
 from valence.data.importers.sources import (
@@ -37,7 +41,6 @@ from valence.data.importers.sources import (
 )
 from valence.data.kinds import conversion_to, imported_examples, of_kind
 from valence.data.objects import Rows, paths_from, rows_from
-from valence.data.ratings import RATING, part_of, rated_format
 from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
 from valence.errors import UserError
@@ -270,7 +273,7 @@ def _read_all(
     examples, bad = ExampleStore(), list[BadRow]()
     for source in sources:
         left = None if limit is None else limit - sum(file.rows for file in files)
-        files += _read(source, left, on_bad_row, examples, bad)
+        files += _read(source, kind, left, on_bad_row, examples, bad, skipped)
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
     if twice:
         raise UserError(
@@ -382,8 +385,10 @@ def recognize(file: DataFile) -> DataFile:
     try:
         layout = _layout(file, values)
     except UserError as error:
-        if error.code != "format-unknown-columns" or not keys:
-            raise
+        unread = {name for row in values for name in row if isinstance(row[name], bool)}
+        is_rated = not {"label", "score", "chosen"}.isdisjoint(keys)
+        if error.code != "format-unknown-columns" or not keys or (unread and not is_rated):
+            raise  # a flag may be a rating: bad answers are not examples to imitate
         return replace(file, keys=keys)
     # a part under another name: answers that were rated bad are not examples to imitate
     gives = FORMATS[layout.format].gives if layout.format in FORMATS else None
@@ -434,7 +439,7 @@ def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[
     if name and is_source(name):
         return detect_source(head) == source_name(name)
     try:
-        name = name or detect(head, keys)
+        name, keys = (name, keys) if name else resolve(head, keys)
         columns_read(name, keys)
     except UserError:
         return False
@@ -517,19 +522,23 @@ def _rows(
 
 def _read(
     source: Source,
+    kind: Kind,
     limit: int | None,
     on_bad_row: OnBadRow,
     examples: ExampleStore,
     bad: list[BadRow],
+    skipped: list[tuple[Origin, str]],
 ) -> list[File]:
-    """Append the Examples and the bad rows of a file to those of the files before it."""
+    """Append the Examples, the bad rows and the ones left out of a file to those of the files
+    before it.
+    """
     first, first_bad = len(examples), len(bad)
     limit = min((n for n in (source.limit, limit) if n is not None), default=None)
     if isinstance(source, InMemory) and isinstance(source.rows, Iterator):
         source = replace(source, rows=list(islice(source.rows, limit)))  # rows may be read twice
     notes: list[str] = []
     head, rest = _head(_rows(source, limit, notes), on_bad_row)
-    layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
+    layout = _layout(source, [row.value for row in head if isinstance(row, Row)], kind)
     columns = columns_read(layout.format, layout.keys) if layout.format in FORMATS else {}
     zeros = _Zeros(columns.get("label"))
     counts: Counter[str] = Counter()
@@ -554,7 +563,10 @@ def _read(
             row = _example(row, layout)
         elif isinstance(row, Example):
             row = _check_and_weight(row, source)
-        if isinstance(row, BadRow):
+        if isinstance(row, BadRow) and row.code in UNDECIDED:
+            rows[row.origin.path] -= 1  # those left out are added to the account of the file
+            skipped.append((row.origin, row.reason))
+        elif isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
                     row.reason + _similar_rows(row.code, unread, layout),
@@ -623,6 +635,7 @@ class _Layout:
     weight: float
     is_named: bool
     rating: Literal["label", "score"] | None = None
+    kind: Kind | None = None
 
     def notes(self, examples: Iterable[Example]) -> list[str]:
         """What to say in the audit about the rating of these examples."""
@@ -665,8 +678,12 @@ class _Zeros:
             )
 
 
-def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
+def _layout(
+    source: Source, head: Sequence[Mapping[str, object]], kind: Kind | None = None
+) -> _Layout:
     """The format of a file, and the columns of its parts.
+
+    kind: what the method reads, if it is known.
 
     Of a file with ratings all rows are read to decide what these are.
     """
@@ -684,15 +701,15 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
     if not head:
         return _Layout(source.format, keys, source.weight, named)
     try:
-        if not named and any(rated_format(value, keys) for value in head):
+        if not named and any(is_rated(value, keys) for value in head):
             as_label = {**keys, "label": RATING}
-            if "label" in FORMATS[detect(head, as_label)].required:
+            if "label" in FORMATS[resolve(head, as_label)[0]].required:
                 ratings = (
                     row.value.get(RATING) for row in _rows(source, None) if isinstance(row, Row)
                 )
-                rating = part_of(ratings, source.path)
+                rating = rating_part(ratings, source.path)
                 keys = as_label if rating == "label" else {**keys, "score": RATING}
-        name = source.format or detect(head, keys)
+        name, keys = (source.format, keys) if source.format else resolve(head, keys, kind)
         columns_read(name, keys)
     except UserError as error:
         absent = [
@@ -716,7 +733,7 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
         raise UserError(
             error.message, code=error.code, where=error.where or source.path, fix=fix
         ) from error
-    return _Layout(name, keys, source.weight, named, rating)
+    return _Layout(name, keys, source.weight, named, rating, kind)
 
 
 def _no_such_columns(path: str, absent: Sequence[str], columns: Iterable[str]) -> UserError:
@@ -732,7 +749,11 @@ def _no_such_columns(path: str, absent: Sequence[str], columns: Iterable[str]) -
 
 def _example(row: Row, layout: _Layout) -> Example | BadRow:
     assert layout.format is not None
-    other = None if layout.is_named else is_another_format(layout.format, row.value, layout.keys)
+    other = (
+        None
+        if layout.is_named
+        else is_another_format(layout.format, row.value, layout.keys, layout.kind)
+    )
     try:
         example = read_example(layout.format, row.value, row.origin, layout.keys)
     except UserError as error:
@@ -756,7 +777,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
             "read all rows in this format",
             "row-format-differs",
         )
-    if layout.rating is None and not layout.is_named and rated_format(row.value, layout.keys):
+    if layout.rating is None and not layout.is_named and is_rated(row.value, layout.keys):
         return BadRow(
             row.origin,
             f"the row has a {RATING}, but the first rows of the file have none",

@@ -1,4 +1,4 @@
-"""Describe how rows become text and where completions end."""
+"""Describe how rows are understood, how they become text, and where completions end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,36 @@ import json
 from collections.abc import Iterator
 
 from valence.data.encode import Encoder
+from valence.data.load import Loaded
+from valence.types import Chat
+
+PARTS = ("prompt", "completion", "chosen", "rejected", "completions", "scores", "label", "score")
+"""Parts of an example that show how its row was read."""
+MAX_LETTERS = 60
+
+
+def describe_first_rows(loaded: Loaded) -> Iterator[str]:
+    """Describe what the first row of each file was read as."""
+    for file in loaded.files:
+        rows = zip(loaded.sources, loaded.examples, strict=True)
+        example = next((example for source, example in rows if source == file.path), None)
+        parts = {name: getattr(example, name, None) for name in (*PARTS, "attributes")}
+        described = (f"{name}: {_shorten(v)}" for name, v in parts.items() if v not in (None, {}))
+        if example is not None:
+            yield f"first row of {file.path}\n  " + "\n  ".join(described)
+
+
+def _shorten(part: object) -> str:
+    """A part of an example on one line; of a chat, its last message."""
+    if isinstance(part, tuple):
+        return ", ".join(map(_shorten, part))
+    if isinstance(part, Chat):
+        message = part.messages[-1]
+        text = f"{message['role']}: {message.get('content') or message.get('tool_calls')}"
+    else:
+        text = ("up" if part else "down") if isinstance(part, bool) else str(part)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
 
 
 def describe_rendering(encoder: Encoder, chat_template: str | None) -> Iterator[str]:

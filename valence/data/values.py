@@ -13,65 +13,30 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 from valence.errors import UserError
 from valence.types import Chat, Ids, Message
 
-UP = frozenset(
-    {
-        "true",
-        "yes",
-        "1",
-        "+1",
-        "1.0",
-        "chosen",
-        "good",
-        "desirable",
-        "positive",
-        "up",
-        "like",
-        "liked",
-        "happy",
-        "satisfied",
-        "helpful",
-        "useful",
-        "correct",
-        "upvote",
-        "thumbsup",
-        "thumbup",
-        "👍",
-    }
-)
-DOWN = frozenset(
-    {
-        "false",
-        "no",
-        "0",
-        "-1",
-        "0.0",
-        "-1.0",
-        "rejected",
-        "bad",
-        "undesirable",
-        "negative",
-        "down",
-        "dislike",
-        "disliked",
-        "unhappy",
-        "dissatisfied",
-        "unsatisfied",
-        "unhelpful",
-        "not helpful",
-        "not useful",
-        "incorrect",
-        "wrong",
-        "downvote",
-        "thumbsdown",
-        "thumbdown",
-        "👎",
-    }
-)
+UP = frozenset([
+    "true", "yes", "1", "+1", "1.0", "chosen", "good", "desirable", "positive", "up", "like",
+    "liked", "happy", "satisfied", "helpful", "useful", "correct", "upvote", "thumbsup", "thumbup",
+    "👍",
+])  # fmt: skip
+DOWN = frozenset([
+    "false", "no", "0", "-1", "0.0", "-1.0", "rejected", "bad", "undesirable", "negative", "down",
+    "dislike", "disliked", "unhappy", "dissatisfied", "unsatisfied", "unhelpful", "incorrect",
+    "wrong", "downvote", "thumbsdown", "thumbdown", "👎", "not helpful", "not useful",
+])  # fmt: skip
+TIES = frozenset([
+    "tie", "tied", "draw", "equal", "same", "both", "neither", "none", "both_bad", "bothbad",
+    "both_good", "tie (bothbad)", "no preference",
+])  # fmt: skip
+"""Verdicts on two answers of which neither is the better one."""
+VERDICT_PREFIXES = ("model", "response", "answer", "output", "completion", "assistant", "option")
+FIRST, SECOND = frozenset(("first", "left")), frozenset(("second", "right"))
+"""Verdicts that name an answer by its place."""
 TWO_WORDS = re.compile(r"(thumbs?)[\s_-]*(up|down)|(up|down)[\s_-]*(vote)")
 """Labels that tools write as one word or two, with or without a separator, after lower-casing."""
 SHORT_CODE = re.compile(r":(\+1|-1|thumbs?[_-]?(?:up|down)):")
@@ -104,14 +69,19 @@ class Dialect:
     content: str
     roles: Mapping[str, str]
 
+    @property
+    def example(self) -> str:
+        return f'{{"{self.role}": "user", "{self.content}": "..."}}'
+
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
     "developer": "system",
+    "user": "user",
     "human": "user",
+    "tool": "tool",
+    "assistant": "assistant",
+    "bot": "assistant",
     "gpt": "assistant",
     "model": "assistant",
     "function": "tool",
@@ -179,26 +149,20 @@ def as_number(value: object) -> float | None:
 
 def weight(value: object, name: str) -> float:
     """A finite number that is not negative."""
-    result = number(value, name)
-    if result < 0:
-        raise UserError(
-            f"{name} is {result:g}, but must not be negative",
-            code="row-number-range",
-            fix="write a weight of 0 or more; to train against an answer, set its label to false",
-        )
-    return result
+    fix = "write a weight of 0 or more; to train against an answer, set its label to false"
+    return _in_range(value, name, math.inf, "must not be negative", fix)
 
 
 def probability(value: object, name: str) -> float:
     """A number from 0 to 1."""
+    fix = "write a number from 0 to 1: the probability that the chosen answer is the better one"
+    return _in_range(value, name, 1, "must be a probability", fix)
+
+
+def _in_range(value: object, name: str, highest: float, condition: str, fix: str) -> float:
     result = number(value, name)
-    if not 0 <= result <= 1:
-        raise UserError(
-            f"{name} is {result:g}, but must be a probability",
-            code="row-number-range",
-            fix="write a number from 0 to 1: the probability that the chosen answer is the "
-            "better one",
-        )
+    if not 0 <= result <= highest:
+        raise UserError(f"{name} is {result:g}, but {condition}", code="row-number-range", fix=fix)
     return result
 
 
@@ -208,12 +172,8 @@ def attributes(value: object, name: str) -> dict[str, float]:
     Null (a table's filling) is a score that was not given.
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be an object with a score for each attribute",
-            code="row-value-type",
-            fix='write an object such as {"helpfulness": 3, "correctness": 4} in jsonl or parquet; '
-            f"if {name} has another meaning, rename the column",
-        )
+        fix = f'write {{"helpfulness": 3}}, or rename the column if {name} has another meaning'
+        raise wrong_type(value, name, "an object with a score for each attribute", fix)
     scores = {
         attribute: number(score, f"{attribute} in {name}")
         for attribute, score in value.items()
@@ -235,23 +195,16 @@ def ids(value: object, name: str) -> Ids:
         or not value
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of token ids",
-            code="row-tokens-invalid",
-            fix="write a list of one or more integers, each at least 0",
-        )
+        fix = "write a list of one or more integers, each at least 0"
+        raise wrong_type(value, name, "a list of token ids", fix, "row-tokens-invalid")
     return Ids(tuple(value))
 
 
 def logps(value: object, name: str) -> tuple[float, ...]:
     """Log-probabilities in nats, as a list."""
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of log-probabilities",
-            code="row-logps-invalid",
-            fix=f"write a list with one log-probability per token of the completion, or remove "
-            f"{name}",
-        )
+        fix = f"write one log-probability per token of the completion, or remove {name}"
+        raise wrong_type(value, name, "a list of log-probabilities", fix, "row-logps-invalid")
     numbers = tuple(number(item, f"number {n} of {name}") for n, item in enumerate(value, 1))
     if max(numbers) > 1e-3:
         raise UserError(
@@ -265,11 +218,8 @@ def logps(value: object, name: str) -> tuple[float, ...]:
 def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be an object",
-            code="row-value-type",
-            fix=f'write {name} as an object such as {{"key": "value"}}, or remove it',
-        )
+        fix = f'write {name} as an object such as {{"key": "value"}}, or remove it'
+        raise wrong_type(value, name, "an object", fix)
     return value
 
 
@@ -292,48 +242,63 @@ def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
         with suppress(ValueError, RecursionError):
             value = json.loads(value) if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of objects",
-            code="row-value-type",
-            fix='write a list of tools, such as [{"type": "function", "function": {"name": ..., '
-            '"parameters": ...}}]',
-        )
+        fix = 'write a list such as [{"type": "function", "function": {"name": ...}}]'
+        raise wrong_type(value, name, "a list of objects", fix)
     return tuple(value)
 
 
 def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
     """Chat turns, at least one, each with one of the four roles."""
-    if isinstance(value, str) and CHAT_AS_TEXT.match(value):
-        raise _turns_as_text(name)
+    if isinstance(value, str):
+        text(value, name)
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a list of chat turns",
-            code="row-value-type",
-            fix=f'write [{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
-        )
+        raise wrong_type(value, name, "a list of chat turns", f"write [{dialect.example}, ...]")
     return tuple(
-        _turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1)
+        _turn(turn, f"turn {number} of {name}", dialect)
+        for number, turn in enumerate(chain.from_iterable(map(_split_round, value)), 1)
     )
 
 
-def _turns_as_text(name: str) -> UserError:
-    return UserError(
-        f"{name} is a list of chat turns written as text",
-        code="row-turns-as-text",
-        fix="store the list itself, without quotes around it, in jsonl or parquet; a csv file "
-        "cannot hold chat turns",
-    )
+def _split_round(value: object) -> Sequence[object]:
+    """The turns of a round, such as ``{"human": ..., "assistant": ...}``; a turn as it is."""
+    if not isinstance(value, dict) or not value or not value.keys() <= ROLES.keys():
+        return [value]
+    order = list(ROLES)
+    turns = sorted(value.items(), key=lambda turn: order.index(turn[0]))
+    return [{"role": role, "content": content} for role, content in turns if content is not None]
+
+
+def as_turns(texts: Sequence[object]) -> Sequence[object]:
+    """Texts that the user and the assistant wrote in turns, with their roles; turns as they are."""
+    if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        return texts
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+MARKED = re.compile(r"### (Human|Assistant): ?")
+
+
+def marked_turns(text: str) -> Sequence[object]:
+    """The turns of a text that marks them as ``### Human:`` and ``### Assistant:``; none if it
+    does not begin with such a mark, or does not end with an answer.
+    """
+    start, *parts = MARKED.split(text)
+    roles = [role.lower() for role in parts[::2]]
+    if start.strip() or not roles or roles[0] != "human" or roles[-1] != "assistant":
+        return []
+    return [
+        {"role": role, "content": content.strip()}
+        for role, content in zip(roles, parts[1::2], strict=True)
+    ]
 
 
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
     if not isinstance(value, dict):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a chat turn",
-            code="row-value-type",
-            fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
-        )
+        raise wrong_type(value, name, "a chat turn", f"write {dialect.example}")
     dialect = dialect_of(value) or dialect
     name_of_role, content = value.get(dialect.role), value.get(dialect.content)
+    if name_of_role == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _tool_calls(content, name)}
     role = dialect.roles.get(name_of_role) if isinstance(name_of_role, str) else None
     if role is None:
         raise UserError(
@@ -341,8 +306,8 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
             if name_of_role is None
             else f"{name} has the unknown {dialect.role} {shown(name_of_role)}",
             code="row-role-invalid",
-            fix=f'write the turn as {{"{dialect.role}": "user", "{dialect.content}": "..."}}; '
-            f"{dialect.role} can be one of {', '.join(dialect.roles)}",
+            fix=f"write the turn as {dialect.example}; {dialect.role} can be one of "
+            f"{', '.join(dialect.roles)}",
         )
     # A table's file format fills in null for what a turn does not have.
     rest = {
@@ -372,6 +337,17 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     return {"role": role, "content": content, **rest, **ignored}
 
 
+def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
+    """The calls in a ShareGPT turn: JSON of an object with name and arguments, or of a list."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    calls = cast(list[object], value if isinstance(value, list) else [value])
+    if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
+        fix = 'write {"name": ..., "arguments": {...}} as JSON'
+        raise wrong_type(value, name, "a function call", fix)
+    return [{"type": "function", "function": call} for call in calls]
+
+
 def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
     """The dialect whose role and content this turn has."""
     return next(
@@ -397,7 +373,7 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
     """
     texts: list[str] = []
     for number, part in enumerate(parts, 1):
-        text_of = part.get("text") if isinstance(part, dict) else part
+        text_of = part.get("text", part.get("value")) if isinstance(part, dict) else part
         kind = part.get("type") if isinstance(part, dict) else "text"
         if kind is not None and kind not in TEXT_PARTS:
             raise UserError(
@@ -440,18 +416,15 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 
 def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """The turns, when an answer can follow them: they end with a user or tool turn."""
-    if not messages:
+    role = messages[-1]["role"] if messages else None
+    if role not in ("user", "tool"):
         raise UserError(
-            f"{name} has no turn before the answer",
+            f"the prompt ({name}) ends with a turn of role {role}, not with a user or tool turn"
+            if messages
+            else f"{name} has no turn before the answer",
             code="row-prompt-end",
-            fix="put the user turn that the assistant answers before it, or remove the row",
-        )
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise UserError(
-            f"the prompt ({name}) ends with a turn of role {messages[-1]['role']}, but must end "
-            "with a user or tool turn",
-            code="row-prompt-end",
-            fix="end the prompt with the user or tool turn that the assistant answers",
+            fix="end the prompt with the user or tool turn that the assistant answers, or remove "
+            "the row",
         )
     return tuple(messages)
 
@@ -470,25 +443,22 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def _listed_turns(value: object, name: str, dialect: Dialect) -> object:
     """A turn without its list as a list. Raises UserError for anything else than a list."""
     if not isinstance(value, dict | list):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be text or a list of chat turns",
-            code="row-value-type",
-            fix=f"write {name} as text in double quotes, or as "
-            f'[{{"{dialect.role}": "user", "{dialect.content}": "..."}}, ...]',
-        )
+        fix = f"write {name} as text in double quotes, or as [{dialect.example}, ...]"
+        raise wrong_type(value, name, "text or a list of chat turns", fix)
     return cast(object, [value]) if isinstance(value, dict) else cast(object, value)
 
 
 def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
-        raise UserError(
-            f"{name} is {shown(value)}, but must be a string",
-            code="row-value-type",
-            fix=f"write {name} as a string in double quotes",
-        )
+        raise wrong_type(value, name, "a string", f"write {name} as a string in double quotes")
     if CHAT_AS_TEXT.match(value):
-        raise _turns_as_text(name)
+        raise UserError(
+            f"{name} is a list of chat turns written as text",
+            code="row-turns-as-text",
+            fix="store the list itself, without quotes around it, in jsonl or parquet; a csv file "
+            "cannot hold chat turns",
+        )
     return value
 
 
@@ -510,23 +480,13 @@ def exchange(
                 code="row-tools-without-turns",
                 fix=TOOLS_FIX,
             )
-        return prompt, tuple(
-            _check_not_empty(str(answer), name) for name, answer in answers.items()
-        )
+        return prompt, tuple(_check_not_empty(str(a), name) for name, a in answers.items())
     opening = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     following: list[Chat] = []
     for name, answer in answers.items():
-        messages = (
-            ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-        )
-        following.append(
-            Chat(
-                check_answer(
-                    messages[len(opening) :] if messages[: len(opening)] == opening else messages,
-                    name,
-                )
-            )
-        )
+        turns = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+        is_repeated = turns[: len(opening)] == opening
+        following.append(Chat(check_answer(turns[len(opening) :] if is_repeated else turns, name)))
     return Chat(opening, offered), tuple(following)
 
 
@@ -547,31 +507,69 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     for turn in messages:
         if turn["role"] == "assistant" and not turn.get("tool_calls"):
             _check_not_empty(turn["content"], name)
-    wrong = next(
-        (turn["role"] for turn in messages if turn["role"] not in ("assistant", "tool")), None
-    )
-    if wrong is not None:
+    roles = [turn["role"] for turn in messages]
+    if wrong := next((role for role in roles if role not in ("assistant", "tool")), None):
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
             code="row-completion-turns",
             fix=f"move the turns up to the last {wrong} turn into the prompt; if {name} repeats "
             "the prompt, repeat it exactly",
         )
-    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+    if not roles or (roles[0], roles[-1]) != ("assistant", "assistant"):
         raise UserError(
             f"{name} does not begin and end with an assistant turn",
             code="row-completion-not-assistant",
             fix="put earlier turns into the prompt, and remove turns after the last assistant turn",
         )
-    if messages and all(
-        turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"
-    ):
+    if all(turn.get("weight") == 0 for turn in messages if turn["role"] == "assistant"):
         raise UserError(
             f"all assistant turns of {name} have weight 0, so nothing is trained on",
             code="row-weight-zero",
             fix="remove the row, or set the weight of a turn to 1",
         )
     return tuple(messages)
+
+
+GRADED = {
+    "text": ("response", "answer", "completion", "text", "content", "output", "generation"),
+    "score": ("overall_score", "score", "rating", "reward", "pm_score"),
+    "rank": ("rank",),
+}
+"""Parts of an answer that is an object, and the names that they may have there."""
+
+
+def graded(value: object) -> dict[str, Any]:
+    """The text of an answer, and its score or its rank if it is an object that holds them."""
+    if not isinstance(value, dict) or dialect_of(value):
+        return {"text": value}
+    return {
+        part: value[names[0]]
+        for part, others in GRADED.items()
+        if (names := [name for name in others if value.get(name) is not None])
+    }
+
+
+def verdict(value: object, columns: Sequence[str], models: Sequence[object]) -> int | None:
+    """0 or 1 for the first or the second of two answers, the better one; None for a tie.
+
+    columns: of the answers; a verdict is one of these names, or the word in which they differ.
+    models: the names of the models that wrote them, which may be the verdict too. Raises KeyError
+    for any other value.
+    """
+    number = as_number(value)
+    word = f"{number:g}" if number is not None else str(value).strip().casefold()
+    if word in TIES:
+        return None
+    names = [re.findall(r"[a-z]+|\d+", column.casefold()) for column in columns]
+    marks = next(((a, b) for a, b in zip(*names, strict=False) if a != b), columns)
+    *before, last = re.findall(r"[a-z]+|\d+|.", word) or [""]
+    is_name = not before or (len(before) < 3 and before[0] in VERDICT_PREFIXES)
+    for side, place in enumerate((FIRST, SECOND)):
+        is_model = str(models[side]).casefold() == word and models[0] != models[1]
+        is_column = (is_name and last == marks[side]) or word == columns[side].casefold()
+        if is_model or is_column or word in place:
+            return side
+    raise KeyError(word)
 
 
 def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | tuple[Message, ...]:
@@ -602,6 +600,12 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
             fix="add a column `prompt`, or begin both with the same turns",
         )
     return first[:same]
+
+
+def wrong_type(
+    value: object, name: str, expected: str, fix: str, code: str = "row-value-type"
+) -> UserError:
+    return UserError(f"{name} is {shown(value)}, but must be {expected}", code=code, fix=fix)
 
 
 def shown(value: object) -> str:

@@ -551,7 +551,7 @@ class LabelReview:
         }
         if decision.choice == "score":
             value = with_column(value, row.columns["score"], decision.score)
-        elif decision.choice == "flip" and (row.kind == "thumbs" or "chosen" not in row.columns):
+        elif decision.choice == "flip" and "label" in row.columns:
             label = lookup(value, row.columns["label"])
             value = with_column(value, row.columns["label"], self._opposite[_typed(label)])
         elif decision.choice == "flip":
@@ -690,13 +690,24 @@ def _opposite_labels(rows: Iterable[RatedRow]) -> dict[tuple[str, Any], Any]:
     return opposite
 
 
+SIDES = (
+    ("chosen", "rejected"),
+    ("chosen_text", "rejected_text"),
+    ("first", "second"),
+    ("messages", "rejected"),
+)
+"""Parts of a row that hold the two sides of a pair."""
+
+
 def _swap_sides(value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """A pair with its sides swapped, also in other columns such as ``chosen_model``."""
-    pairs = {
-        (columns[first], columns[second])
-        for first, second in (("chosen", "rejected"), ("chosen_text", "rejected_text"))
-        if first in columns and second in columns
-    }
+    if "messages" in columns and isinstance(lookup(value, columns["rejected"]), str):
+        *turns, last = lookup(value, columns["messages"])
+        content = "content" if "content" in last else "value"
+        turns.append({**last, content: lookup(value, columns["rejected"])})
+        value = with_column(value, columns["messages"], turns)
+        return with_column(value, columns["rejected"], last[content])
+    pairs = {(columns[a], columns[b]) for a, b in SIDES if a in columns and b in columns}
     pairs |= {
         (name, other)
         for name in value

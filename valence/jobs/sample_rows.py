@@ -16,7 +16,7 @@ from valence.checksums import add_checksum, verify
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
-from valence.data.formats import FORMATS
+from valence.data.format_table import FORMATS
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
 from valence.data.split import PromptSplit

@@ -18,7 +18,7 @@ from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import RewardSettings, seconds_of
 from valence.data.audit_text import render, warnings_of
 from valence.data.objects import PathOrPaths, Rows, as_overrides
-from valence.data.rendering import describe_rendering
+from valence.data.rendering import describe_first_rows, describe_rendering
 from valence.distributed.process_group import (
     Group,
     SingleProcess,
@@ -336,6 +336,8 @@ def show_audit(prepared: Prepared, console: Console) -> None:
         if name == "eval" and (held_out := prepared.held_out):
             print_message(console, held_out)
         print_message(console, render(corpus.audit, training=name == "train"))
+        for line in describe_first_rows(corpus.loaded):
+            print_message(console, line)
     for warning in filter(None, (class_weight_warning(prepared), held_out_warning(prepared))):
         print_message(console, warning, "yellow")
     console.rule("text rendering", align="left")

@@ -1,0 +1,583 @@
+"""Rows in the columns of public data sets and of the data of other tools, and what they become.
+
+Each row names where its columns were found. The texts are invented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.rows import Source, write
+from tests.errors import raises_error
+from valence.data.format_table import SHAPES
+from valence.data.load import DataFile, Loaded, load, recognize
+from valence.data.rendering import describe_first_rows
+from valence.types import (
+    Chat,
+    Demonstration,
+    Example,
+    Judgement,
+    Kind,
+    Origin,
+    Preference,
+    Prompt,
+    Ranking,
+)
+
+HERE = Origin("", 0)
+HUB = "https://huggingface.co/datasets/"
+GITHUB = "https://github.com/"
+FACTORY = GITHUB + "hiyouga/LLaMA-Factory/blob/main/data/"
+SWIFT = GITHUB + "modelscope/ms-swift/blob/main/docs/source_en/Customization/Custom-dataset.md"
+AXOLOTL = GITHUB + "axolotl-ai-cloud/axolotl/blob/main/"
+NEMO = GITHUB + "NVIDIA-NeMo/RL/blob/main/nemo_rl/data/datasets/"
+TRL = GITHUB + "huggingface/trl/blob/main/examples/datasets/"
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def shared(who: str, value: str) -> dict[str, str]:
+    return {"from": who, "value": value}
+
+
+ASK, MORE = turn("user", "Is it wet?"), turn("user", "Why?")
+YES, NO = turn("assistant", "Yes."), turn("assistant", "No.")
+SYSTEM = turn("system", "Be brief.")
+TOOL = {"name": "clock", "description": "The time.", "parameters": {}}
+CALL = turn(
+    "assistant",
+    None,
+    tool_calls=[{"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}],
+)
+
+
+def chat(*turns: Any, tools: tuple[Any, ...] = ()) -> Chat:
+    return Chat(turns, tools)
+
+
+def pair(prompt: Any = "Is it wet?", chosen: Any = "Yes.", rejected: Any = "No.", **more: Any):
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, origin=HERE, **more)
+
+
+def chat_pair(*prompt: Any, tools: tuple[Any, ...] = (), **more: Any) -> Preference:
+    return pair(chat(*prompt, tools=tools), chat(YES), chat(NO), **more)
+
+
+def demo(prompt: Any = "Is it wet?", completion: Any = "Yes.") -> Demonstration:
+    return Demonstration(prompt=prompt, completion=completion, origin=HERE)
+
+
+def judged(prompt: Any = "Is it wet?", completion: Any = "Yes.", **more: Any) -> Judgement:
+    return Judgement(prompt=prompt, completion=completion, origin=HERE, **more)
+
+
+def ranked(*scores: float, prompt: Any = "Is it wet?", texts: Any = ("Yes.", "No.")) -> Ranking:
+    return Ranking(prompt=prompt, completions=texts, scores=scores, origin=HERE)
+
+
+def prompted(prompt: Any = "Is it wet?", **info: Any) -> Prompt:
+    return Prompt(prompt=prompt, info=info, origin=HERE)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A row of a data set or tool, the kind that a method reads, and the example it must become."""
+
+    source: str
+    kind: Kind
+    row: Mapping[str, Any]
+    example: Example
+
+
+SHAPES_READ = [
+    # Two answers in the columns chosen and rejected
+    Shape(HUB + "Anthropic/hh-rlhf", "preference", {
+        "chosen": "\n\nHuman: Is it wet?\n\nAssistant: Yes.",
+        "rejected": "\n\nHuman: Is it wet?\n\nAssistant: No.",
+    }, pair("\n\nHuman: Is it wet?\n\nAssistant:", " Yes.", " No.")),
+    Shape(HUB + "HuggingFaceH4/ultrafeedback_binarized", "preference", {
+        "prompt": "Is it wet?", "prompt_id": "1f", "chosen": [ASK, YES], "rejected": [ASK, NO],
+        "messages": [ASK, YES], "score_chosen": 8.5, "score_rejected": 3.0,
+    }, chat_pair(ASK)),
+    Shape(HUB + "Skywork/Skywork-Reward-Preference-80K-v0.1", "preference", {
+        "chosen": [ASK, YES], "rejected": [ASK, NO], "source": "offsetbias",
+    }, chat_pair(ASK)),
+    Shape(HUB + "allenai/reward-bench", "preference", {
+        "prompt": "Is it wet?", "chosen": "Yes.", "chosen_model": "a", "rejected": "No.",
+        "rejected_model": "b", "subset": "alpacaeval-easy", "id": 3,
+    }, pair()),
+    Shape(AXOLOTL + "src/axolotl/prompt_strategies/dpo/chatml.py (intel)", "preference", {
+        "system": "Be brief.", "question": "Is it wet?", "chosen": "Yes.", "rejected": "No.",
+    }, chat_pair(SYSTEM, ASK)),
+    Shape(AXOLOTL + "src/axolotl/prompt_strategies/dpo/chatml.py (icr)", "preference", {
+        "system": "", "input": "Is it wet?", "chosen": "Yes.", "rejected": "No.",
+        "generations": ["Yes.", "No."], "order": ["chosen", "rejected"], "rating": [9.0, 7.0],
+    }, pair()),
+    Shape(AXOLOTL + "src/axolotl/prompt_strategies/dpo/chatml.py (argilla)", "preference", {
+        "instruction": "Is it wet?", "chosen_response": "Yes.", "rejected_response": "No.",
+    }, pair()),
+    Shape(HUB + "lvwerra/stack-exchange-paired", "preference", {
+        "qid": 7, "question": "Is it wet?", "date": "2010/01/02",
+        "metadata": ["https://a", "https://b"], "response_j": "Yes.", "response_k": "No.",
+    }, pair()),
+    Shape(FACTORY + "README.md (sharegpt preference)", "preference", {
+        "conversations": [shared("human", "Is it wet?")],
+        "chosen": shared("gpt", "Yes."), "rejected": shared("gpt", "No."),
+    }, chat_pair(ASK)),
+    Shape(FACTORY + "README.md (alpaca preference)", "preference", {
+        "instruction": "Is it wet?", "input": "", "chosen": "Yes.", "rejected": "No.",
+    }, chat_pair(ASK)),
+    Shape(SWIFT + " (rejected_response)", "preference", {
+        "messages": [SYSTEM, ASK, YES], "rejected_response": "No.",
+    }, chat_pair(SYSTEM, ASK)),
+    Shape(GITHUB + "modelscope/ms-swift/blob/main/swift/llm/dataset/preprocessor/core.py",
+          "preference", {
+        "messages": [ASK, YES], "rejected_messages": [ASK, NO],
+    }, chat_pair(ASK)),
+    Shape("https://platform.openai.com/docs/guides/direct-preference-optimization", "preference", {
+        "input": {"messages": [ASK], "tools": [TOOL], "parallel_tool_calls": True},
+        "preferred_output": [YES], "non_preferred_output": [NO],
+    }, chat_pair(ASK, tools=(TOOL,))),
+    Shape(GITHUB + "OpenRLHF/OpenRLHF/blob/main/openrlhf/datasets/reward_dataset.py",
+          "preference", {
+        "input": "Is it wet?", "chosen": "Yes.", "rejected": "No.", "margin": 2,
+    }, pair(margin=2.0)),
+    # Two answers, and another column that says which one is better
+    Shape(HUB + "stanfordnlp/SHP", "preference", {
+        "post_id": "q", "domain": "askculinary_train", "upvote_ratio": 0.98,
+        "history": "Is it wet?", "human_ref_A": "Yes.", "human_ref_B": "No.", "labels": 1,
+        "score_A": 340, "score_B": 166, "score_ratio": 2.04, "c_root_id_A": "a",
+    }, pair()),
+    Shape(HUB + "PKU-Alignment/PKU-SafeRLHF", "preference", {
+        "prompt": "Is it wet?", "response_0": "No.", "response_1": "Yes.",
+        "is_response_0_safe": True, "is_response_1_safe": True, "better_response_id": 1,
+        "safer_response_id": 0,
+    }, pair()),
+    Shape(HUB + "openai/webgpt_comparisons", "preference", {
+        "question": {"dataset": "eli5", "id": "1", "full_text": "Is it wet?"},
+        "quotes_0": {"title": [], "extract": []}, "answer_0": "No.", "tokens_0": {"prefix": [1]},
+        "score_0": -0.5, "quotes_1": {"title": [], "extract": []}, "answer_1": "Yes.",
+        "tokens_1": {"prefix": [1]}, "score_1": 0.5,
+    }, pair()),
+    Shape(TRL + "tldr_preference.py (openai/summarize_from_feedback)", "preference", {
+        "info": {"id": "t3", "post": "Is it wet?", "title": "Wet?", "subreddit": "r"},
+        "summaries": [{"text": "No.", "policy": "a"}, {"text": "Yes.", "policy": "b"}],
+        "choice": 1, "worker": "w", "batch": "batch3", "split": "train", "extra": {},
+    }, pair(info={"id": "t3", "post": "Is it wet?", "title": "Wet?", "subreddit": "r"})),
+    Shape(HUB + "lmsys/mt_bench_human_judgments", "preference", {
+        "question_id": 81, "model_a": "a", "model_b": "b", "winner": "model_b", "judge": "e",
+        "conversation_a": [ASK, NO], "conversation_b": [ASK, YES], "turn": 1,
+    }, chat_pair(ASK)),
+    Shape(HUB + "lmarena-ai/arena-human-preference-140k", "preference", {
+        "id": "1", "model_a": "a", "model_b": "b", "winner": "model_a", "evaluation_order": 1,
+        "conversation_a": [
+            turn("user", [{"type": "text", "text": "Is it wet?", "image": None}]),
+            turn("assistant", [{"type": "text", "text": "Yes.", "image": None}]),
+        ],
+        "conversation_b": [
+            turn("user", [{"type": "text", "text": "Is it wet?", "image": None}]),
+            turn("assistant", [{"type": "text", "text": "No.", "image": None}]),
+        ],
+        "language": "en",
+    }, chat_pair(ASK)),
+    Shape(HUB + "nvidia/HelpSteer2 (preference)", "preference", {
+        "split": "train", "prompt": "Is it wet?", "response_1": "Yes.", "response_2": "No.",
+        "preference_strength": -2, "preference_statement": "1 is better.",
+    }, pair()),
+    Shape(NEMO + "preference_datasets/helpsteer3.py", "preference", {
+        "domain": "stem", "language": "english", "context": [ASK], "response1": "No.",
+        "response2": "Yes.", "overall_preference": 3, "individual_preference": [{"score": 3}],
+    }, chat_pair(ASK)),
+    Shape(HUB + "nvidia/HelpSteer3 (edit)", "preference", {
+        "domain": "stem", "language": "english", "context": [ASK], "original_response": "No.",
+        "edited_response": "Yes.", "feedback": ["It is."],
+    }, chat_pair(ASK)),
+    Shape(GITHUB + "tatsu-lab/alpaca_farm/blob/main/README.md", "preference", {
+        "instruction": "Is it wet?", "input": "", "output_1": "No.", "output_2": "Yes.",
+        "annotator": "davinci003_3", "preference": 2.0,
+    }, chat_pair(ASK)),
+    Shape(HUB + "NCSOFT/offsetbias", "preference", {
+        "instruction": "Is it wet?", "output_1": "No.", "output_2": "Yes.", "label": 2,
+    }, chat_pair(ASK)),
+    Shape(HUB + "prometheus-eval/Preference-Collection", "preference", {
+        "orig_criteria": "Is it right?", "orig_instruction": "Is it wet?",
+        "orig_response_A": "No.", "orig_response_B": "Yes.", "orig_preference": "B",
+        "orig_reference_answer": "Yes.",
+    }, pair()),
+    Shape(GITHUB + "ContextualAI/HALOs (pairwise feedback)", "preference", {
+        "type": "pairwise_feedback", "prompt": [ASK], "output_A": [YES], "output_B": [NO],
+        "label": 1,
+    }, chat_pair(ASK)),
+    Shape("export of a comparison with the column's name as the winner", "preference", {
+        "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "winner": "response_b",
+    }, pair()),
+    # Several answers with scores or ranks
+    Shape(TRL + "ultrafeedback.py (openbmb/UltraFeedback)", "ranking", {
+        "source": "evol", "instruction": "Is it wet?", "models": ["a", "b"],
+        "completions": [
+            {"response": "Yes.", "overall_score": 8.5, "model": "a", "annotations": {}},
+            {"response": "No.", "overall_score": 2, "model": "b", "annotations": {}},
+        ],
+        "correct_answers": ["None"], "incorrect_answers": ["None"],
+    }, ranked(8.5, 2.0)),
+    Shape(HUB + "berkeley-nest/Nectar", "ranking", {
+        "prompt": "\n\nHuman: Is it wet?\n\nAssistant: ",
+        "answers": [
+            {"answer": "No.", "model": "a", "rank": 2.0},
+            {"answer": "Yes.", "model": "b", "rank": 1.0},
+        ],
+        "turns": 1, "num_responses": 2, "source": ["a"], "good_natured": True,
+    }, ranked(-2.0, -1.0, prompt="\n\nHuman: Is it wet?\n\nAssistant: ", texts=("No.", "Yes."))),
+    Shape(HUB + "HuggingFaceH4/stack-exchange-preferences", "ranking", {
+        "qid": 7, "question": "Is it wet?", "metadata": ["https://a"], "date": "2010/01/02",
+        "answers": [
+            {"answer_id": 1, "text": "Yes.", "pm_score": 3, "selected": True, "author": "a"},
+            {"answer_id": 2, "text": "No.", "pm_score": 0, "selected": False, "author": "b"},
+        ],
+    }, ranked(3.0, 0.0)),
+    Shape(GITHUB + "argilla-io/distilabel/blob/main/src/distilabel/steps/formatting/dpo.py",
+          "ranking", {
+        "system_prompt": "Be brief.", "instruction": "Is it wet?", "generations": ["Yes.", "No."],
+        "generation_models": ["a", "b"], "ratings": [5.0, 1.0],
+    }, ranked(5.0, 1.0, prompt=chat(SYSTEM, ASK), texts=(chat(YES), chat(NO)))),
+    Shape(GITHUB + "argilla-io/distilabel/blob/main/src/distilabel/steps/formatting/dpo.py (chat)",
+          "ranking", {
+        "messages": [ASK], "generations": ["Yes.", "No."], "generation_models": ["a", "b"],
+        "ratings": [5.0, 1.0],
+    }, ranked(5.0, 1.0, prompt=chat(ASK), texts=(chat(YES), chat(NO)))),
+    Shape(GITHUB + "argilla-io/distilabel-workbench/blob/main/projects/criticon/benchmark/"
+          "prepare_subset_dpo_mix.py", "ranking", {
+        "input": "Is it wet?", "generations": ["Yes.", "No."], "rating": [9.0, 7.0],
+    }, ranked(9.0, 7.0)),
+    Shape(NEMO + "preference_datasets/preference_dataset.py", "ranking", {
+        "context": [ASK],
+        "completions": [{"rank": 0, "completion": [YES]}, {"rank": 1, "completion": [NO]}],
+    }, ranked(0.0, -1.0, prompt=chat(ASK), texts=(chat(YES), chat(NO)))),
+    # One answer with a rating
+    Shape(HUB + "nvidia/HelpSteer2", "scored", {
+        "prompt": "Is it wet?", "response": "Yes.", "helpfulness": 3, "correctness": 4,
+        "coherence": 4, "complexity": 2, "verbosity": 2,
+    }, judged(attributes={"helpfulness": 3.0, "correctness": 4.0, "coherence": 4.0,
+                          "complexity": 2.0, "verbosity": 2.0})),
+    Shape(HUB + "prometheus-eval/Feedback-Collection", "scored", {
+        "orig_instruction": "Is it wet?", "orig_response": "Yes.", "orig_score": "4",
+        "orig_feedback": "So. It is.", "orig_criteria": "Is it right?",
+    }, judged(score=4.0)),
+    Shape("export with query, response and score", "scored", {
+        "query": "Is it wet?", "response": "Yes.", "score": 0.8,
+    }, judged(score=0.8)),
+    Shape("export with prompt, response and thumbs_up", "judgement", {
+        "prompt": "Is it wet?", "response": "Yes.", "thumbs_up": True, "comment": "It is right.",
+    }, judged(label=True)),
+    Shape(FACTORY + "dataset_info.json (argilla/kto-mix-15k)", "judgement", {
+        "dataset": "a", "completion": [ASK, YES], "label": True, "rating": 5.0,
+    }, judged(chat(ASK), chat(YES), label=True)),
+    Shape(AXOLOTL + "src/axolotl/prompt_strategies/kto/chatml.py (intel)", "judgement", {
+        "system": "Be brief.", "question": "Is it wet?", "completion": "Yes.", "label": False,
+    }, judged(chat(SYSTEM, ASK), chat(YES), label=False)),
+    Shape(SWIFT + " (KTO)", "judgement", {
+        "messages": [SYSTEM, ASK, YES], "label": True,
+    }, judged(chat(SYSTEM, ASK), chat(YES), label=True)),
+    Shape(FACTORY + "README.md (alpaca KTO)", "judgement", {
+        "instruction": "Is it wet?", "input": "", "output": "Yes.", "kto_tag": False,
+    }, judged(chat(ASK), chat(YES), label=False)),
+    # Answers to imitate
+    Shape(HUB + "openai/gsm8k", "demonstration", {
+        "question": "Is it wet?", "answer": "Yes.\n#### 1",
+    }, demo(completion="Yes.\n#### 1")),
+    Shape(HUB + "hendrycks/competition_math", "demonstration", {
+        "problem": "Is it wet?", "level": "Level 5", "type": "Algebra", "solution": "Yes.",
+    }, demo()),
+    Shape(FACTORY + "dataset_info.json (Open-Orca/OpenOrca)", "demonstration", {
+        "id": "niv.1", "system_prompt": "Be brief.", "question": "Is it wet?", "response": "Yes.",
+    }, demo(chat(SYSTEM, ASK), chat(YES))),
+    Shape(FACTORY + "README.md (alpaca)", "demonstration", {
+        "instruction": "Is it wet?", "input": "The sea.", "output": "Yes.", "system": "Be brief.",
+        "history": [["Why?", "No."]],
+    }, demo(chat(SYSTEM, MORE, NO, turn("user", "Is it wet?\nThe sea.")), chat(YES))),
+    Shape(SWIFT + " (query-response)", "demonstration", {
+        "system": "Be brief.", "query": "Is it wet?", "response": "Yes.",
+        "history": [["Why?", "No."]],
+    }, demo(chat(SYSTEM, MORE, NO, ASK), chat(YES))),
+    Shape(SWIFT + " (ShareGPT)", "demonstration", {
+        "system": "Be brief.",
+        "conversation": [
+            {"human": "Why?", "assistant": "No."}, {"human": "Is it wet?", "assistant": "Yes."},
+        ],
+    }, demo(chat(SYSTEM, MORE, NO, ASK), chat(YES))),
+    Shape(SWIFT + " (tools and content in parts)", "demonstration", {
+        "messages": [turn("user", [{"type": "text", "value": "Is it wet?"}]), YES],
+        "tools": [TOOL],
+    }, demo(chat(ASK, tools=(TOOL,)), chat(YES))),
+    Shape(FACTORY + "glaive_toolcall_en_demo.json", "demonstration", {
+        "conversations": [
+            shared("human", "Is it wet?"),
+            shared("function_call", '{"name": "clock", "arguments": {"zone": "UTC"}}'),
+            shared("observation", "12:00"), shared("gpt", "Yes."),
+        ],
+        "tools": '[{"name": "clock", "description": "The time.", "parameters": {}}]',
+    }, demo(chat(ASK, CALL, turn("tool", "12:00"), tools=(TOOL,)), chat(YES))),
+    Shape(HUB + "GAIR/lima", "demonstration", {
+        "conversations": ["Why?", "No.", "Is it wet?", "Yes."], "source": "stackexchange",
+    }, demo(chat(MORE, NO, ASK), chat(YES))),
+    Shape(FACTORY + "dataset_info.json (lmsys/lmsys-chat-1m)", "demonstration", {
+        "conversation_id": "c", "model": "a", "conversation": [ASK, YES], "turn": 1,
+        "language": "English", "openai_moderation": [{"flagged": False}], "redacted": False,
+    }, demo(chat(ASK), chat(YES))),
+    Shape(HUB + "databricks/databricks-dolly-15k", "demonstration", {
+        "instruction": "Is it wet?", "context": "The sea.", "response": "Yes.",
+        "category": "closed_qa",
+    }, demo(chat(turn("user", "Is it wet?\nThe sea.")), chat(YES))),
+    Shape(AXOLOTL + "docs/dataset-formats/inst_tune.qmd (gpteacher)", "demonstration", {
+        "instruction": "Is it wet?", "input": "The sea.", "response": "Yes.",
+    }, demo(chat(turn("user", "Is it wet?\nThe sea.")), chat(YES))),
+    Shape(AXOLOTL + "docs/dataset-formats/inst_tune.qmd (load_camel_ai)", "demonstration", {
+        "role_1": "Physicist", "topic": "a", "message_1": "Is it wet?", "message_2": "Yes.",
+    }, demo()),
+    Shape(GITHUB + "modelscope/ms-swift/blob/main/swift/llm/dataset/dataset/llm.py "
+          "(sql-create-context)", "demonstration", {
+        "question": "Is it wet?", "context": "The sea.", "answer": "Yes.",
+    }, demo(chat(turn("user", "Is it wet?\nThe sea.")), chat(YES))),
+    Shape(HUB + "HuggingFaceH4/no_robots", "demonstration", {
+        "prompt": "Is it wet?", "prompt_id": "1f", "messages": [SYSTEM, ASK, YES],
+        "category": "Chat",
+    }, demo(chat(SYSTEM, ASK), chat(YES))),
+    Shape(HUB + "timdettmers/openassistant-guanaco", "demonstration", {
+        "text": "### Human: Why?### Assistant: No.\n### Human: Is it wet?\n### Assistant: Yes.",
+    }, demo(chat(MORE, NO, ASK), chat(YES))),
+    Shape(FACTORY + "c4_demo.jsonl", "demonstration", {
+        "text": "It is wet. It rains.", "timestamp": "2019-04-25T12:57:54Z", "url": "https://a",
+    }, demo("", "It is wet. It rains.")),
+    Shape(GITHUB + "modelscope/ms-swift/blob/main/swift/llm/dataset/dataset/llm.py "
+          "(tigerbot-law-plugin)", "demonstration", {
+        "response": "It is wet. It rains.",
+    }, demo("", "It is wet. It rains.")),
+    # Prompts for a reward
+    Shape(GITHUB + "volcengine/verl (RL data)", "prompt", {
+        "data_source": "openai/gsm8k", "prompt": [ASK], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": 0},
+    }, prompted(chat(ASK), data_source="openai/gsm8k", ability="math",
+             reward_model={"style": "rule", "ground_truth": "1"}, extra_info={"index": 0})),
+    Shape(HUB + "agentica-org/DeepScaleR-Preview-Dataset", "prompt", {
+        "problem": "Is it wet?", "answer": "Yes.", "solution": "It is.",
+    }, prompted(answer="Yes.", solution="It is.")),
+    Shape(HUB + "openai/gsm8k (for a reward)", "prompt", {
+        "question": "Is it wet?", "answer": "1",
+    }, prompted(answer="1")),
+    Shape(SWIFT + " (GRPO)", "prompt", {
+        "messages": [SYSTEM, ASK], "solution": "Yes.",
+    }, prompted(chat(SYSTEM, ASK), solution="Yes.")),
+]  # fmt: skip
+
+
+def read(folder: Path, kind: Kind, *rows: Mapping[str, Any], **options: Any) -> Loaded:
+    return load([Source(write(folder / "rows.jsonl", *rows))], kind, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES_READ, ids=lambda shape: shape.source.rpartition("/")[2])
+def test_a_public_row_becomes_this_example(shape: Shape, tmp_path: Path) -> None:
+    loaded = read(tmp_path, shape.kind, shape.row)
+    assert [replace(example, origin=HERE) for example in loaded.examples] == [shape.example]
+
+
+def test_at_least_fifty_different_shapes_from_twenty_sources() -> None:
+    columns = {(shape.kind, *sorted(shape.row), repr(shape.example)) for shape in SHAPES_READ}
+    assert len(columns) == len(SHAPES_READ) >= 50
+    assert len({shape.source.partition(" ")[0] for shape in SHAPES_READ}) >= 20
+
+
+def test_every_line_of_the_table_has_a_row(tmp_path: Path) -> None:
+    formats = {read(tmp_path, s.kind, s.row).files[0].format for s in SHAPES_READ}
+    assert SHAPES.keys() - formats == set()
+
+
+# Rows whose meaning is not certain
+
+PROMPT = {"prompt": "Is it wet?"}
+TWO = {**PROMPT, "response_a": "Yes.", "response_b": "No."}
+
+
+def test_ties_and_battles_of_other_turns_are_left_out_and_counted(tmp_path: Path) -> None:
+    battle = {"conversation_a": [ASK, YES], "conversation_b": [ASK, NO]}
+    longer = {"conversation_a": [ASK, YES, MORE, NO], "conversation_b": [ASK, NO, MORE, YES]}
+    verdicts = ["model_a", "tie", "tie (bothbad)", "both_bad", "model_b"]
+    rows = [{**battle, "winner": verdict} for verdict in verdicts]
+    loaded = read(tmp_path, "preference", *rows, {**longer, "winner": "model_a"})
+    assert [e.chosen for e in loaded.examples] == [chat(YES), chat(NO)]  # type: ignore[union-attr]
+    [file] = loaded.files
+    assert (file.rows, file.bad, sum(file.unused.values())) == (6, 0, 4)
+    assert [origin.line for origin, _ in loaded.unused] == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("row", "index"),
+    [
+        ({"winner": "gpt-4", "model_a": "llama", "model_b": "gpt-4"}, 1),
+        ({"winner": "A"}, 0),
+        ({"winner": "Response B"}, 1),
+        ({"preference": "first"}, 0),
+        ({"better": "response_b"}, 1),
+    ],
+)
+def test_verdicts_that_name_an_answer(row: dict[str, Any], index: int, tmp_path: Path) -> None:
+    [example] = read(tmp_path, "preference", {**TWO, **row}).examples
+    assert isinstance(example, Preference)
+    assert example.chosen == ("Yes.", "No.")[index]
+
+
+@pytest.mark.parametrize("value", ["gpt-4", "better", "neither a nor b is", 3, "not a"])
+def test_other_verdicts_are_asked_about(value: object, tmp_path: Path) -> None:
+    with raises_error("row-winner-unknown", where="rows.jsonl", fix="response_a") as raised:
+        read(tmp_path, "preference", {**TWO, "winner": value})
+    assert repr(value) in raised.error.message
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "winner"),
+    [
+        ("completion_a", "completion_b", "b"),
+        ("response1", "response2", 2),
+        ("answer_A", "answer_B", "answer_B"),
+        ("output_0", "output_1", 1),
+    ],
+)
+def test_names_of_two_answers(first: str, second: str, winner: object, tmp_path: Path) -> None:
+    row = {"question": "q", first: "No.", second: "Yes.", "winner": winner}
+    [example] = read(tmp_path, "preference", row).examples
+    assert isinstance(example, Preference)
+    assert (example.chosen, example.rejected) == ("Yes.", "No.")
+
+
+def pasted(fix: str, number: int) -> dict[str, str]:
+    """The mapping of this number that a message holds."""
+    mapping = fix.split("{")[number].partition("}")[0]
+    return dict(entry.split(": ") for entry in mapping.split(", "))
+
+
+def test_a_number_that_names_neither_answer_is_asked_about_once(tmp_path: Path) -> None:
+    rows = [{**TWO, "label": label} for label in (1, 0)]
+    with raises_error("row-winner-unknown", fix="format: pairwise_feedback") as raised:
+        read(tmp_path, "preference", *rows)
+    path = write(tmp_path / "rows.jsonl", *rows)
+    for number, chosen in ((1, ["Yes.", "No."]), (2, ["No.", "Yes."])):
+        keys = pasted(str(raised.error.fix), number)
+        source = Source(path, format="pairwise_feedback", keys=keys)
+        examples = load([source], "preference").examples
+        assert [e.chosen for e in examples] == chosen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("answers", "winner", "values"),
+    [
+        (("response_1", "response_2"), "label", (1, 0)),
+        (("response_1", "response_2"), "label", (1, 1)),
+        (("response_0", "response_1"), "label", (1, 0)),
+        (("output_1", "output_2"), "preference", (0, 1)),
+        (("response_1", "response_2"), "winner", (1, 2, 0)),
+        (("response_1", "response_2"), "winner", (1, 0)),
+    ],
+)
+def test_numbers_that_may_be_thumbs_are_asked_about_also_if_bad_rows_are_skipped(
+    answers: tuple[str, str], winner: str, values: tuple[int, ...], tmp_path: Path
+) -> None:
+    texts = dict(zip(answers, ("Yes.", "No."), strict=True))
+    rows = [{**PROMPT, **texts, winner: value} for value in values]
+    with raises_error("row-winner-unknown", fix="format: pairwise_feedback"):
+        read(tmp_path, "preference", *rows, on_bad_row="skip")
+
+
+def test_numbers_of_answers(tmp_path: Path) -> None:
+    rows = [{**PROMPT, "response_1": "1", "response_2": "2", "label": n} for n in (1, 2, 1)]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["1", "2", "1"]  # type: ignore[union-attr]
+    rows = [{**PROMPT, "response_0": "0", "response_1": "1", "choice": n} for n in (1, 0, 1)]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["1", "0", "1"]  # type: ignore[union-attr]
+
+
+def test_a_conversation_with_a_thumb_or_a_rejected_answer(tmp_path: Path) -> None:
+    [example] = read(tmp_path, "judgement", {"messages": [ASK, YES], "thumbs_up": False}).examples
+    assert isinstance(example, Judgement)
+    assert example.label is False
+    row = {"messages": [ASK, YES], "rejected_response": "No."}
+    [example] = read(tmp_path, "demonstration", row).examples
+    assert isinstance(example, Demonstration)
+
+
+def test_a_prompt_in_the_answers_goes_before_a_column_of_another_name(tmp_path: Path) -> None:
+    row = {"question": "Wet?", "chosen": [ASK, YES], "rejected": [ASK, NO]}
+    [example] = read(tmp_path, "preference", row).examples
+    assert example.prompt == chat(ASK)
+
+
+def test_two_answers_without_a_verdict_are_asked_about(tmp_path: Path) -> None:
+    for row in (TWO, {"question": "q", "response_a": "Yes.", "response_b": "No."}):
+        with raises_error("format-unknown-columns", fix="chosen: response_a") as raised:
+            read(tmp_path, "preference", row)
+        assert "completion:" not in str(raised.error.fix)
+        keys = pasted(str(raised.error.fix), 1)
+        source = Source(write(tmp_path / "rows.jsonl", row), keys=keys)
+        assert load([source], "preference").examples[0].prompt == row.get("prompt", "q")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "keys"),
+    [
+        ({"question": "q", "answer": "a", "is_correct": True}, "demonstration", "label"),
+        ({"question": "q", "answer": "a", "upvotes": 3}, "demonstration", "completion"),
+        ({"question": "q", "choices": ["a", "b"], "answer": "b"}, "demonstration", "completion"),
+        ({"passage": "It is wet.", "question": "q", "answer": "a"}, "demonstration", "completion"),
+        ({"prompt": "q", "response": "a", "is_safe": False}, "judgement", "label"),
+    ],
+)
+def test_columns_that_may_matter_are_asked_about(
+    row: dict[str, Any], kind: Kind, keys: str, tmp_path: Path
+) -> None:
+    with raises_error("format-unknown-columns", fix=f"{keys}: ") as raised:
+        read(tmp_path, kind, row)
+    source = Source(write(tmp_path / "rows.jsonl", row), keys=pasted(str(raised.error.fix), 1))
+    [example] = load([source], "judgement" if keys == "label" else kind).examples
+    assert isinstance(example, Judgement if keys == "label" else Demonstration)
+
+
+def test_stars_are_not_read_as_thumbs(tmp_path: Path) -> None:
+    rows = [{"question": f"q {n}", "answer": "a", "rating": n} for n in range(1, 6)]
+    with raises_error("kind-mismatch", fix="scores_to_judgements") as raised:
+        read(tmp_path, "judgement", *rows)
+    assert "1 to 5" in str(raised.error.fix)
+    [*examples] = read(
+        tmp_path, "judgement", *rows, convert="scores_to_judgements", threshold=4
+    ).examples
+    assert [e.label for e in examples] == [False] * 3 + [True] * 2  # type: ignore[union-attr]
+
+
+def test_a_text_next_to_another_text_is_no_plain_text(tmp_path: Path) -> None:
+    with raises_error("kind-mismatch"):
+        read(tmp_path, "demonstration", {"text": "It is wet.", "summary": "Quite wet."})
+    with raises_error("format-unknown-columns"):
+        read(tmp_path, "demonstration", {"response": "It is wet.", "article": "It rains a lot."})
+
+
+def test_the_first_row_of_a_file_is_shown_as_it_was_read(tmp_path: Path) -> None:
+    rows = [{**TWO, "winner": winner} for winner in ("tie", "b", "a")]
+    [text] = describe_first_rows(read(tmp_path, "preference", *rows))
+    heading, *parts = text.split("\n  ")
+    assert "rows.jsonl" in heading
+    assert parts == ["prompt: Is it wet?", "chosen: No.", "rejected: Yes."]
+    rows = [{"question": "a " * 90, "response": "Yes.", "thumbs_up": False}]
+    [text] = describe_first_rows(read(tmp_path, "judgement", *rows))
+    assert "label: down" in text
+    assert max(map(len, text.split("\n  ")[1:])) < 80
+
+
+def test_a_flag_next_to_an_answer_is_not_left_out(tmp_path: Path) -> None:
+    rows = [{**PROMPT, "response": "Yes.", "is_safe": is_safe} for is_safe in (True, False)]
+    with raises_error("format-unknown-columns", fix="label: is_safe"):
+        recognize(DataFile(write(tmp_path / "rows.jsonl", *rows)))
