@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from valence.data import values
 from valence.data.convert import Conversion
@@ -45,6 +45,9 @@ from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.types import Content, Example, Judgement, Kind, Origin, Preference, Ranking
+from valence.user_code.attempt import Raised, attempt, describe_error
+from valence.user_code.load import definition_place
+from valence.user_code.plugins import is_plugin, load_plugin, plugin_paths
 
 DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
@@ -354,9 +357,7 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
         for row, example in islice(_located(_read_export([source, *others])), source.limit):
             yield row, _weighted(example, source.weight)
         return
-    head, rest = _head(
-        read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
-    )
+    head, rest = _head(_rows(source, source.limit), "skip")
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
     absent, present = set(source.keys.values()), set[str]()
     for row in chain(head, rest):
@@ -513,11 +514,37 @@ def _located(imported: ImportedRows) -> Iterator[tuple[Row, Example]]:
 def _rows(
     source: Source, limit: int | None, notes: list[str] | None = None
 ) -> Iterator[Row | BadRow | Example]:
-    if isinstance(source, InMemory):
-        return source.read(limit)
-    return read_rows(
-        source.path, split=source.split, subset=source.subset, limit=limit, notes=notes
+    """The rows of a source; those of a plugin's format as it writes them."""
+    rows: Iterator[Row | BadRow | Example] = (
+        source.read(limit)
+        if isinstance(source, InMemory)
+        else read_rows(
+            source.path, split=source.split, subset=source.subset, limit=limit, notes=notes
+        )
     )
+    if source.format in FORMATS or not _uses_plugin(source):
+        return rows
+    convert = load_plugin("formats", source.format or "", source.path)
+    return (_converted(row, convert) if isinstance(row, Row) else row for row in rows)
+
+
+def _uses_plugin(source: Source) -> bool:
+    return source.format is not None and is_plugin("formats", source.format)
+
+
+def _converted(row: Row, convert: Callable[[dict[str, Any]], Any]) -> Row | BadRow:
+    """The row that a plugin makes of another one."""
+    value = attempt(lambda: convert(dict(row.value)))
+    if isinstance(value, Mapping):
+        return Row(dict(cast(Mapping[str, Any], value)), row.origin)
+    place = definition_place(convert)
+    if isinstance(value, Raised):
+        if isinstance(value.error, KeyboardInterrupt):
+            raise value.error
+        reason = f"the format's function raised {describe_error(value.error)} ({place})"
+    else:
+        reason = f"the format's function returned {type(value).__name__} ({place})"
+    return BadRow(row.origin, reason, "fix the row, or the function", "row-format-failed")
 
 
 def _read(
@@ -688,18 +715,19 @@ def _layout(
     Of a file with ratings all rows are read to decide what these are.
     """
     is_export = is_source(source.format) and not head  # whose rows are Examples already
-    if source.format is not None and source.format not in FORMATS and not is_export:
-        names = (*FORMATS, *SOURCES)
-        near = difflib.get_close_matches(source.format, names, n=1)
+    name = None if _uses_plugin(source) else source.format
+    if name is not None and name not in FORMATS and not is_export:
+        names = (*FORMATS, *SOURCES, *plugin_paths("formats"))
+        near = difflib.get_close_matches(name, names, n=1)
         raise UserError(
-            f"there is no format {source.format!r}",
+            f"there is no format {name!r}",
             code="format-unknown",
             where=source.path,
             fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}",
         )
-    keys, named, rating = source.keys, source.format is not None, None
+    keys, named, rating = source.keys, name is not None, None
     if not head:
-        return _Layout(source.format, keys, source.weight, named)
+        return _Layout(name, keys, source.weight, named)
     try:
         if not named and any(is_rated(value, keys) for value in head):
             as_label = {**keys, "label": RATING}
@@ -709,7 +737,7 @@ def _layout(
                 )
                 rating = rating_part(ratings, source.path)
                 keys = as_label if rating == "label" else {**keys, "score": RATING}
-        name, keys = (source.format, keys) if source.format else resolve(head, keys, kind)
+        name, keys = (name, keys) if name else resolve(head, keys, kind)
         columns_read(name, keys)
     except UserError as error:
         absent = [

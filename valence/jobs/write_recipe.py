@@ -327,7 +327,8 @@ def _refuse_unread_rating(file: DataFile) -> None:
     """
     values = _head(file)
     for column in _unread_columns(file):
-        cells = [row[column] for row in values if str(row.get(column) or "").strip()]
+        filled = (row[column] for row in values if row.get(column) is not None)
+        cells = [cell for cell in filled if str(cell).strip()]
         different = sorted(set(map(str, cells)))
         numbers = [as_number(cell) for cell in cells]
         is_scale = all(number in SCALE for number in numbers)
