@@ -194,3 +194,58 @@ def test_errors_name_arguments_and_no_options(place: Path) -> None:
     assert run.finished or run.step
     with raises_error("allow-unknown-setting", where="allow"):
         valence.train(train=ROWS, **options, allow=["data.trian"])
+
+
+@pytest.mark.parametrize(("method", "rows"), [("kto", ROWS), ("sft", ROWS)])
+def test_a_training_loop_of_the_user_makes_the_same_steps(
+    place: Path, method: str, rows: Any
+) -> None:
+    recipe: dict[str, Any] = {
+        "method": method,
+        "model": {"name": "./model"},
+        "data": {"train": "rows.jsonl", "max_length": 128},
+        "train": {"batch_size": 4, "learning_rate": 1e-2, "schedule": "constant", "epochs": 2}
+        | {"warmup": 0, "clip_norm": None, "optimizer": "torch.optim.SGD"},
+    }
+    if method == "sft":
+        recipe["data"]["convert"] = "chosen_to_demonstrations"
+    expected = valence.train(recipe, quiet=True, **{"run.dir": "runs/expected"})
+
+    run = valence.build_run(recipe, ["run.dir=runs/loop"], quiet=True)
+    optimizer = torch.optim.SGD(run.policy.parameters(), lr=1e-2)
+    losses: list[float] = []
+    for batch in run.batches():
+        losses.append(float(run.loss_and_gradient(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert run.step == expected.step > 1
+    assert losses == [record["loss"] for record in expected.history]
+    for name, weight in expected.policy.state_dict().items():
+        assert torch.equal(run.policy.state_dict()[name], weight), name
+
+
+def test_a_loop_with_an_own_loss_term(place: Path) -> None:
+    """The loss of sft from the log-probabilities themselves."""
+    recipe = place / "recipe.yaml"
+    words = "method=sft", "data.convert=chosen_to_demonstrations", "data.eval=[]"
+    run = valence.build_run(recipe, [*words, "run.dir=runs/term"], quiet=True)
+    batch = next(run.batches())
+    loss = run.loss_and_gradient(batch)
+    gradient = [p.grad.clone() for p in run.policy.parameters() if p.grad is not None]
+    for p in run.policy.parameters():
+        p.grad = None
+    parts = valence.make_micro_batches(batch.examples, 64, run.policy.device)
+    assert len(parts) > 1
+    num_tokens = sum(int(part.loss_mask.sum()) for part in parts)
+    total = 0.0
+    for part in parts:
+        logps = run.policy(part).logp[part.scored]
+        term = -logps.sum() / num_tokens
+        term.backward()
+        total += float(term)
+    run.close()
+    assert total == pytest.approx(float(loss), rel=1e-5)
+    actual = [p.grad for p in run.policy.parameters() if p.grad is not None]
+    for one, other in zip(actual, gradient, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from valence.version import __version__
 
 if TYPE_CHECKING:
-    from valence.api import Callback, Run, Trainer, build_run, logprobs, train
+    from valence.api import Callback, Run, Trainer, build_run, logprobs, make_micro_batches, train
     from valence.errors import UserError
     from valence.losses import LOSSES, Loss
 
@@ -23,12 +23,14 @@ __all__ = [
     "__version__",
     "build_run",
     "logprobs",
+    "make_micro_batches",
     "train",
 ]
 
 _HOMES = {
     **dict.fromkeys(
-        ("train", "build_run", "logprobs", "Run", "Trainer", "Callback"), "valence.api"
+        ("train", "build_run", "logprobs", "Run", "Trainer", "Callback", "make_micro_batches"),
+        "valence.api",
     ),
     "UserError": "valence.errors",
     "LOSSES": "valence.losses",

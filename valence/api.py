@@ -274,4 +274,13 @@ def logprobs(
     return [results[key] for key in sorted(results)]
 
 
-__all__ = ["Callback", "LogProbs", "Run", "Trainer", "build_run", "logprobs", "train"]
+__all__ = [
+    "Callback",
+    "LogProbs",
+    "Run",
+    "Trainer",
+    "build_run",
+    "logprobs",
+    "make_micro_batches",
+    "train",
+]

@@ -716,7 +716,40 @@ def optimizer_step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     clear(parameters)
 
-    # Loss and gradient of the objective and of auxiliary losses.
+    result, results = loss_and_gradient(
+        objective, examples, following, auxiliary, entropy=entropy, plan=plan
+    )
+
+    # Clip and update.
+    with final_out_of_memory(objective.group.size > 1):
+        objective.gradient_group.reduce_gradients(parameters)
+        norm = objective.gradient_group.norm(parameters)
+        if clip_norm is not None:
+            clip_gradients(parameters, clip_norm, norm)
+    # The only place in a step that waits for the device.
+    norm_value, loss_value = torch.stack([norm.to(result.loss), result.loss]).tolist()
+    is_applied = math.isfinite(norm_value) and math.isfinite(loss_value)
+    if is_applied:
+        _update(optimizer)
+        for updated_objective, objective_result in results:
+            updated_objective.update_statistics(objective_result)
+    clear(parameters)
+    return result, norm_value, is_applied
+
+
+def loss_and_gradient(
+    objective: Objective,
+    examples: Sequence[TokenizedExample],
+    following: Iterable[TokenizedExample],
+    auxiliary: Sequence[AuxiliaryLoss] = (),
+    entropy: bool = False,
+    plan: StepPlan | None = None,
+) -> tuple[StepResult, list[tuple[Objective, StepResult]]]:
+    """Compute the loss of a step, and add its gradient to those of the weights.
+
+    Arguments: see ``optimizer_step``. Returns the measurements of all losses together, and those of
+    each objective.
+    """
     router_tokens = total_tokens(examples) + sum(total_tokens(aux.examples) for aux in auxiliary)
     result = objective.run(
         examples, following, plan=plan, backward=True, is_last=not auxiliary, entropy=entropy,
@@ -735,22 +768,7 @@ def optimizer_step(
     if result.router_aux_loss is not None:
         router_loss = objective.router_aux_loss * result.router_aux_loss
         result = replace(result, loss=result.loss + router_loss)
-
-    # Clip and update.
-    with final_out_of_memory(objective.group.size > 1):
-        objective.gradient_group.reduce_gradients(parameters)
-        norm = objective.gradient_group.norm(parameters)
-        if clip_norm is not None:
-            clip_gradients(parameters, clip_norm, norm)
-    # The only place in a step that waits for the device.
-    norm_value, loss_value = torch.stack([norm.to(result.loss), result.loss]).tolist()
-    is_applied = math.isfinite(norm_value) and math.isfinite(loss_value)
-    if is_applied:
-        _update(optimizer)
-        for updated_objective, objective_result in results:
-            updated_objective.update_statistics(objective_result)
-    clear(parameters)
-    return result, norm_value, is_applied
+    return result, results
 
 
 def _with_auxiliary(result: StepResult, aux: AuxiliaryLoss, aux_result: StepResult) -> StepResult:

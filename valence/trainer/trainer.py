@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, gather_objects
@@ -44,7 +45,14 @@ from valence.trainer.prepare import AuxiliaryPart, Prepared, rows_to_measure
 from valence.trainer.sampling import PolicySampler, check_can_generate, sampling_failed
 from valence.trainer.saver import Saver
 from valence.trainer.state import LightState, TrainState
-from valence.trainer.step import AuxiliaryLoss, Objective, StepPlan, StepResult, optimizer_step
+from valence.trainer.step import (
+    AuxiliaryLoss,
+    Objective,
+    StepPlan,
+    StepResult,
+    loss_and_gradient,
+    optimizer_step,
+)
 from valence.types import Chat, Completion, Content, Mean, TokenizedExample
 
 SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
@@ -252,6 +260,41 @@ class Trainer:
         if counters.step and counters.skipped_in_a_row == counters.step:
             raise self._not_finite()
         return self.evaluations.get(self.step, last)
+
+    # A training loop of the user
+
+    def batches(self) -> Iterator[StepInputs]:
+        """The batches of the steps that are left, for a training loop of your own.
+
+        In online training, each batch is sampled and scored when it is asked for. ``step`` counts
+        the batches that the loop is done with.
+        """
+        while self.step < self.total_steps and self._prepare_step():
+            budgets = [objective.micro_batch_tokens for objective in self.state.objectives]
+            yield self._prepare_inputs(self.step, budgets, self.examples.next_step)
+            self.state.counters.step += 1
+            self.examples.finish_step()
+
+    def loss_and_gradient(self, batch: StepInputs) -> Tensor:
+        """Compute the loss of a batch, and add its gradient to those of ``policy``'s weights.
+
+        Both are those of the recipe's method, averaged over all micro-batches and processes.
+        Returns the loss, a tensor without gradient.
+        """
+        objective = self.state.objective
+        result, results = loss_and_gradient(
+            objective, batch.examples, (), batch.auxiliary, plan=batch.plan
+        )
+        objective.gradient_group.reduce_gradients(list(self.state.trained_weights.values()))
+        for measured, part in results:
+            measured.update_statistics(part)
+        return result.loss
+
+    def close(self) -> None:
+        """Release the run's folder, and connections and processes, after a loop of your own."""
+        self.examples.close()
+        if self.folder is not None:
+            self.folder.close()
 
     def end(self, reason: str) -> None:
         """End training after the current step, for a callback. All processes must call this method.
