@@ -237,7 +237,7 @@ def test_fields_are_honoured_or_refused(api: Api) -> None:
 
 
 def test_metrics_count_what_happened(api: Api) -> None:
-    completion = api.complete(max_tokens=5)
+    completion = api.complete(max_tokens=5, seed=1)
     api.post("/feedback", {"id": completion["id"], "label": True})
     api.post("/feedback", {"id": completion["id"], "label": False})
     api.post("/feedback", {"id": "unknown", "label": False})
