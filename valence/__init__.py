@@ -10,16 +10,21 @@ from valence.version import __version__
 
 if TYPE_CHECKING:
     from valence.api import Callback, Run, Trainer, build_run, logprobs, make_micro_batches, train
+    from valence.data.importers.records import Vote
     from valence.errors import UserError
     from valence.losses import LOSSES, Loss
+    from valence.types import Completion, Origin
 
 __all__ = [
     "LOSSES",
     "Callback",
+    "Completion",
     "Loss",
+    "Origin",
     "Run",
     "Trainer",
     "UserError",
+    "Vote",
     "__version__",
     "build_run",
     "logprobs",
@@ -32,7 +37,9 @@ _HOMES = {
         ("train", "build_run", "logprobs", "Run", "Trainer", "Callback", "make_micro_batches"),
         "valence.api",
     ),
+    **dict.fromkeys(("Completion", "Origin"), "valence.types"),
     "UserError": "valence.errors",
+    "Vote": "valence.data.importers.records",
     "LOSSES": "valence.losses",
     "Loss": "valence.losses",
 }

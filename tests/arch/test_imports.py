@@ -102,7 +102,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "__main__": ("cli",),
     "version": (),
-    "": ("api", "losses", "version"),  # valence/__init__.py names them, and loads them on first use
+    # valence/__init__.py names them, and loads them on first use
+    "": ("api", "losses", "version", "types", "data.importers.records"),
 }
 """Part of the package -> the parts it may import, besides itself and ``errors``."""
 

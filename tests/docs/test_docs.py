@@ -7,6 +7,7 @@ import json
 import pkgutil
 import re
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,8 +86,12 @@ def test_every_block_is_what_it_says(page: str) -> None:
         match block.language:
             case "python":
                 ast.parse(block.text, where)
-            case "yaml":
+            case "yaml" if page != "docs/extend.md":  # `test_extend.py` runs these
                 _check_recipe(block)
+            case "yaml":
+                pass
+            case "toml":
+                tomllib.loads(block.text)
             case "json":
                 assert all(json.loads(line) for line in block.text.splitlines()), where
             case "sh":
@@ -154,7 +159,7 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
     exec(row, namespace)
     [(name, result)] = namespace["row"].items()
     assert name not in LOSSES
-    monkeypatch.setitem(LOSSES, name, result)
+    monkeypatch.setitem(losses._TABLE, name, result)
     monkeypatch.setitem(METHODS, name, Method(name, result))
     return name, result
 

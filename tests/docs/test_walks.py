@@ -30,6 +30,7 @@ from tests.docs.walk import (
 
 NOT_RUN: dict[str, dict[str, str]] = {
     "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
+    "docs/extend.md": {"*": "`tests/docs/test_extend.py` runs all of it"},
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/tasks/chat-tool.md": {
         "make open-webui": "`.ci/run` runs it",

@@ -326,7 +326,7 @@ def _row(fn: Callable[..., Tensor], modifiers: tuple[str, ...] = (), **fields: A
 
 
 # fmt: off
-LOSSES: Mapping[str, Loss] = MappingProxyType({
+_TABLE: dict[str, Loss] = {
     "kto":               _row(unpaired.kto,               ("humanline",), statistic=stats.mismatched_kl, balances=stats.class_weights,
                               needs=(("desirable_weight", "class_weights", "given"), ("undesirable_weight", "class_weights", "given"))),
     "apo_zero_unpaired": _row(unpaired.apo_zero_unpaired, ("humanline",)),
@@ -366,6 +366,7 @@ LOSSES: Mapping[str, Loss] = MappingProxyType({
                               credit=advantage.over_step, advantage=advantage.of_reward_to_go),
     "ppo":               _row(policy.ppo_clip, (*_SAMPLED, "value"), metrics=metrics.clipped_tokens,
                               credit=advantage.over_step, advantage=advantage.gae),
-})
+}
 # fmt: on
+LOSSES: Mapping[str, Loss] = MappingProxyType(_TABLE)
 """The built-in losses, by method. Read-only: pass another loss as ``method``."""

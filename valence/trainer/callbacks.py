@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from valence.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 Run = Any
 """The ``Trainer`` of the run, whose module imports this one."""
@@ -43,7 +44,7 @@ class Callback:
         """The run ends: ``done`` (the model is written), ``interrupted`` or ``failed``."""
 
 
-CallbackLike = Callback | TrainerCallback | Callable[[Run, Record], None]
+CallbackLike: TypeAlias = "Callback | TrainerCallback | Callable[[Run, Record], None]"
 """A ``Callback``, one of transformers, or a function that is called as ``on_log``."""
 
 
@@ -82,8 +83,11 @@ class Callbacks(Callback):
 def _callback(value: object) -> Callback:
     if isinstance(value, Callback):
         return value
-    if isinstance(value, TrainerCallback):
-        return _HuggingFaceCallback(value)
+    if any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__):
+        from transformers import TrainerCallback  # takes long: loaded only for such a callback
+
+        if isinstance(value, TrainerCallback):
+            return _HuggingFaceCallback(value)
     if callable(value) and not isinstance(value, type):
         return _LogFunction(value)
     kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
@@ -124,7 +128,9 @@ class _HuggingFaceCallback(Callback):
     """
 
     def __init__(self, callback: TrainerCallback) -> None:
-        base = TrainerCallback
+        from transformers import TrainerCallback as base
+        from transformers import TrainerControl, TrainerState
+
         events = [name for name in dir(base) if name.startswith("on_") and name not in HF_EVENTS]
         kind = type(callback)
         if other := [name for name in events if getattr(kind, name) is not getattr(base, name)]:

@@ -1,0 +1,139 @@
+"""The page on extending Valence: its package is written outside of the repository, and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.command import write_place
+from tests.docs.blocks import ROOT, blocks
+
+PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+FILES = {
+    match[1]: block.text
+    for block in blocks(PAGE)
+    if (match := re.match(r"# ([\w./-]+\.\w+)\n", block.text))
+}
+QUESTIONS = [f"question {i}" for i in range(20)]
+ROWS: dict[str, list[dict[str, object]]] = {
+    "pairs.jsonl": [
+        {"prompt": q, "chosen": f"good {q}", "rejected": f"bad {q}"} for q in QUESTIONS
+    ],
+    "thumbs.jsonl": [
+        {"prompt": q, "completion": f"{word} {q}", "label": word == "good"}
+        for q in QUESTIONS
+        for word in ("good", "bad")
+    ],
+    "prompts.jsonl": [{"prompt": q} for q in QUESTIONS[:6]],
+    "export.jsonl": [
+        {"id": f"{i}", "customer": "c1", "question": q, "reply": "yes", "solved": i % 2 == 0}
+        for i, q in enumerate(QUESTIONS)
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the page, a model and rows; the package is as if installed."""
+    folder = tmp_path_factory.mktemp("extend")
+    write_place(folder)
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    for name, rows in ROWS.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [f"{q},reply {i},{1 + i % 5}" for i, q in enumerate(QUESTIONS)]
+    (folder / "tickets.csv").write_text("\n".join(["question,agent_reply,csat", *lines]))
+    installed = folder / "site" / "mytools-0.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mytools\nVersion: 0.1\n")
+    groups = tomllib.loads(FILES["pyproject.toml"])["project"]["entry-points"]
+    sections = (
+        "\n".join([f"[{group}]", *(f"{name} = {path}" for name, path in entries.items())])
+        for group, entries in groups.items()
+    )
+    (installed / "entry_points.txt").write_text("\n\n".join(sections))
+    return folder
+
+
+def run(place: Path, *command: str, status: int = 0) -> str:
+    paths = os.pathsep.join(map(str, (ROOT, place / "site")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=place, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def valence(place: Path, *words: str, status: int = 0) -> str:
+    return run(place, "-m", "valence", *words, status=status)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(place: Path) -> None:
+    commands = [line.split() for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
+    assert len(commands) == 6
+    for program, *words in commands:
+        assert program == "valence"
+        valence(place, *words)
+    for name in ("shifted", "online", "sampled"):
+        assert (place / "runs" / name / "model").is_dir()
+    log = [json.loads(line) for line in (place / "mine.txt").read_text().splitlines()]
+    assert [record["step"] for record in log] == [1, 2]
+    config = (place / "runs/shifted/config.yaml").read_text()
+    assert "mytools.losses:shifted_dpo" in config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train.py", "loop.py", "terms.py"])
+def test_the_programs_of_the_page(place: Path, name: str) -> None:
+    output = run(place, name)
+    if name == "train.py":
+        assert "runs/hinge_on_thumbs" in output
+    if name == "loop.py":
+        assert (place / "loop-model" / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_short_names_of_an_installed_package(place: Path) -> None:
+    valence(place, "check", "tickets.yaml", "data.train.0.format=tickets")
+    output = valence(place, "import", "helpdesk", "export.jsonl", "--out", "feedback.jsonl")
+    assert "20 votes read" in output
+    words = "rollout.engine=mine", "run.sinks=[{kind: file, project: short}]", "run.dir=runs/short"
+    valence(place, "train", "sampled.yaml", *words)
+    assert (place / "short.txt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("tickets.yaml", "data.train.0.format=tickts"), "did you mean tickets?"),
+        (("sampled.yaml", "rollout.engine=mime"), "hf, vllm, openai, mine"),
+        (("sampled.yaml", "run.sinks=[fil]"), "mlflow, file"),
+        (("sampled.yaml", "rollout.engine=mytools.engine:Samplr"), "did you mean Sampler?"),
+        (("shifted.yaml", "method=mytools.losses:shifted_dp"), "did you mean shifted_dpo?"),
+    ],
+)
+def test_misspelled_names(place: Path, words: tuple[str, ...], expected: str) -> None:
+    command = "train" if "Samplr" in words[-1] else "check"
+    output = valence(place, command, *words, status=2)
+    assert expected in " ".join(output.split())
+
+
+@pytest.mark.slow
+def test_a_format_that_fails_names_the_row(place: Path) -> None:
+    broken = (place / "tickets.csv").read_text().replace("question 3,reply 3,4", "question 3,r,")
+    (place / "broken.csv").write_text(broken)
+    output = valence(place, "check", "tickets.yaml", "data.train.0.path=broken.csv", status=2)
+    assert "broken.csv:5" in output
+    assert "mytools/formats.py" in output
