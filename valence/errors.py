@@ -145,7 +145,9 @@ def _with_arguments(text: str) -> str:
     """The text with arguments of ``valence.train`` in place of options of `valence train`."""
     text = re.sub(r"`valence train RECIPE --fresh`|--fresh", "fresh=True", text)
     text = re.sub(r"(?:--allow [\w.]*\w ?)*--allow [\w.]*\w", _allow_argument, text)
-    return re.sub(r"^--allow$", "allow", text).replace("the same command", "the same call")
+    return re.sub(r"^--allow$", "allow", text).replace(
+        "the same command", "the same call, with run.dir set to the folder of this run,"
+    )
 
 
 def _allow_argument(options: re.Match[str]) -> str:

@@ -121,7 +121,7 @@ def test_short_names_of_an_installed_package(place: Path) -> None:
         (("sampled.yaml", "rollout.engine=mime"), "hf, vllm, openai, mine"),
         (("sampled.yaml", "run.sinks=[fil]"), "mlflow, file"),
         (("sampled.yaml", "rollout.engine=mytools.engine:Samplr"), "did you mean Sampler?"),
-        (("shifted.yaml", "method=mytools.losses:shifted_dp"), "did you mean shifted_dpo?"),
+        (("shifted.yaml", "method=mytools.losses:shifted_dp"), "did you mean shifted_dpo"),
     ],
 )
 def test_misspelled_names(place: Path, words: tuple[str, ...], expected: str) -> None:
@@ -132,8 +132,70 @@ def test_misspelled_names(place: Path, words: tuple[str, ...], expected: str) ->
 
 @pytest.mark.slow
 def test_a_format_that_fails_names_the_row(place: Path) -> None:
-    broken = (place / "tickets.csv").read_text().replace("question 3,reply 3,4", "question 3,r,")
-    (place / "broken.csv").write_text(broken)
+    text = (place / "tickets.csv").read_text()
+    (place / "broken.csv").write_text(text.replace("question 3,reply 3,4", "question 3,r,bad"))
     output = valence(place, "check", "tickets.yaml", "data.train.0.path=broken.csv", status=2)
+    line = 1 + FILES["mytools/formats.py"].splitlines().index('    good = int(row["csat"]) >= 4')
     assert "broken.csv:5" in output
-    assert "mytools/formats.py" in output
+    assert f"mytools/formats.py:{line}" in output
+    (place / "broken.csv").write_text(text.replace("question 0,reply 0,1", "question 0,r,"))
+    output = valence(place, "check", "tickets.yaml", "data.train.0.path=broken.csv")
+    assert "leaves it out" in output
+    (place / "mytools/typo.py").write_text(
+        FILES["mytools/formats.py"].replace('"label"', '"lable"')
+    )
+    words = "data.train.0.format=mytools.typo:tickets"
+    output = valence(place, "check", "tickets.yaml", words, status=2)
+    assert "did you mean 'label'?" in " ".join(output.split())
+
+
+BROKEN_ENGINE = """
+import mytools.engine as engine
+
+class Few(engine.Sampler):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs)[:-1]
+
+class Long(engine.Sampler):
+    def completion(self, tokens):
+        answer = super().completion(tokens)
+        object.__setattr__(answer, "tokens", answer.tokens * 100)
+        return answer
+
+class Raising(engine.Sampler):
+    def generate(self, *args, **kwargs):
+        raise KeyError("x")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Few", "Long", "Raising"])
+def test_an_engine_that_returns_something_else(place: Path, name: str) -> None:
+    (place / "mytools" / "broken.py").write_text(BROKEN_ENGINE)
+    words = f"rollout.engine=mytools.broken:{name}", f"run.dir=runs/{name}"
+    output = valence(place, "train", "sampled.yaml", *words, status=2)
+    assert f"the engine mytools.broken:{name}" in " ".join(output.split())
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('label=row["solved"]', 'label="no"', "the label 'no'"),
+        ('label=row["solved"]', "label=-1", "the label -1"),
+        ("yield valence.Vote(", "yield dict(", "type dict instead of a Vote"),
+        ('row["reply"]', 'row["gone"]', "raised KeyError"),
+    ],
+)
+def test_an_importer_that_yields_something_else(
+    place: Path, old: str, new: str, expected: str
+) -> None:
+    path = place / "mytools" / "importer.py"
+    original = path.read_text()
+    path.write_text(original.replace(old, new))
+    words = "import", "helpdesk", "export.jsonl", "--out", "broken.jsonl"
+    output = valence(place, *words, status=2)
+    path.write_text(original)
+    assert expected in " ".join(output.split())
+    assert "Traceback" not in output

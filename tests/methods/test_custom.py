@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.errors import check_error, raises_error
 from tests.methods import user_losses
 from tests.units import models_for, objective, sampled, units_for
 from valence.methods import method_of
+from valence.user_code.sources import code_digest
 
 __all__ = ["place"]
 
@@ -111,6 +113,18 @@ def test_what_follows_from_the_inputs() -> None:
         ("without_gradient", "loss-value"),
         ("infinite", "loss-value"),
         ("raises", "loss-failed"),
+        ("far_maximum", "loss-couples"),
+        ("coupled_gradient", "loss-couples"),
+        ("by_size", "loss-couples"),
+        ("dropped", "loss-random"),
+        ("nan_gradient", "loss-value"),
+        ("softly", "loss-input-unknown"),
+        ("with_z0", "loss-input-unknown"),
+        ("wrong_average", "loss-field"),
+        ("wrong_view", "loss-input-unknown"),
+        ("wrong_modifier", "loss-field"),
+        ("coupled_tokens", "loss-field"),
+        ("unhashable_setting", "loss-signature"),
         ("NotALoss", "method-not-callable"),
         ("constant", "method-not-callable"),
         ("nowhere", "method-not-found"),
@@ -214,6 +228,40 @@ def test_objects_that_no_import_finds(place: Path) -> None:
     check_error(error, "method-not-found", where="command line (method)", fix="pass it again")
 
 
+def test_commands_that_need_no_loss_do_not_execute_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (place / "gone_loss.py").write_text(
+        "from pathlib import Path\nPath('executed').touch()\n"
+        "def loss(logp_w, logp_l):\n    return logp_l - logp_w\n"
+    )
+    valence.train(method="gone_loss:loss", train=PAIRS, **SETTINGS, **{"run.dir": "runs/gone"})
+    (place / "executed").unlink()
+    sys.modules.pop("gone_loss")
+    assert command("sample", "runs/gone", "--prompt", "a", "--max-new-tokens", "2") == 0
+    assert command("export", "runs/gone", "out", "--no-verify") == 0
+    assert "gone_loss:loss" in (place / "out" / "README.md").read_text()
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    rows = "data.eval=[{path: pairs.jsonl}]"
+    error = command_error("evaluate", "runs/gone", rows)
+    check_error(error, "code-not-trusted", fix="method=gone_loss:loss")
+    words = "--data", "pairs.jsonl", "--out", "scores.jsonl"
+    check_error(command_error("score", "runs/gone", *words), "code-not-trusted")
+    assert not (place / "executed").exists()
+    assert command("evaluate", "runs/gone", rows, "method=gone_loss:loss") == 0
+    assert (place / "executed").exists()
+    # a folder whose record names code is not believed either
+    facts = place / "runs/gone/run.json"
+    facts.write_text(
+        facts.read_text().replace('"stand_in": "slic"', '"stand_in": "gone_loss:loss"')
+    )
+    sys.modules.pop("gone_loss")
+    (place / "executed").unlink()
+    command("sample", "runs/gone", "--prompt", "a", "--max-new-tokens", "2")
+    assert not (place / "executed").exists()
+
+
 PROMPTS = [{"prompt": row["prompt"]} for row in ROWS[:4]]
 ONLINE: dict[str, Any] = {
     **SETTINGS,
@@ -250,6 +298,38 @@ def test_own_advantages_and_rewards_online(place: Path) -> None:
         valence.train(
             method=user_losses.group_mean, train=PROMPTS, **SETTINGS, **{"run.dir": "runs/no"}
         )
+
+
+def test_an_advantage_of_the_wrong_shape_is_an_error() -> None:
+    method = method_of(f"{MODULE}:bare_reward", online=True)
+    with raises_error("loss-shape", where="method", fix="owner"):
+        method.check(method.resolve({}))
+
+
+@pytest.mark.parametrize("name", ["thumbs_without_reference", "squared"])
+def test_further_losses_train_and_measure(place: Path, name: str) -> None:
+    rows = [dict(row) for row in ROWS]
+    if name == "squared":
+        rows = [{**row, "score": float(i % 3)} for i, row in enumerate(rows)]
+        rows = [{k: v for k, v in row.items() if k != "label"} for row in rows]
+    run = valence.train(
+        method=f"{MODULE}:{name}", train=rows, **SETTINGS, **{"run.dir": "runs/further"}
+    )
+    assert any(key.startswith("rewards/") for key in run.history[-1])
+
+
+def test_the_digest_of_a_function_has_the_values_that_it_keeps() -> None:
+    def loss(factor: float) -> Any:
+        def inner(logp_w: Any, logp_l: Any) -> Any:
+            return factor * (logp_l - logp_w)
+
+        return inner
+
+    digests = [code_digest([loss(factor)]) for factor in (1.0, 1.0, 2.0)]
+    assert digests[0] == digests[1] != digests[2]
+    bound = [code_digest([partial(user_losses.dpo, beta=beta)]) for beta in (0.1, 0.1, 0.2)]
+    assert bound[0] == bound[1] != bound[2]
+    assert code_digest([loss(1.0)], "seq_mean") != code_digest([loss(1.0)], "token_mean")
 
 
 def test_the_table_of_losses_is_read_only() -> None:

@@ -107,3 +107,59 @@ class NotALoss:
 
 
 constant = 3
+
+
+def far_maximum(logp_w: Tensor, logp_l: Tensor) -> Tensor:
+    """Couples only values that are far apart."""
+    margin = logp_w - logp_l
+    return -logsigmoid(margin - margin.max().clamp(min=10))
+
+
+def coupled_gradient(logp_w: Tensor, logp_l: Tensor) -> Tensor:
+    margin = logp_w - logp_l
+    return -(margin - margin.mean() + margin.mean().detach())
+
+
+def by_size(logp_w: Tensor, logp_l: Tensor) -> Tensor:
+    margin = logp_w - logp_l
+    return margin if len(margin) == 7 else margin.mean()
+
+
+def dropped(logp_w: Tensor, logp_l: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(logp_w - logp_l)
+
+
+def nan_gradient(logp_w: Tensor, logp_l: Tensor) -> Tensor:
+    margin = logp_w - logp_l
+    return torch.where(margin > 0, margin, torch.zeros_like(margin) + (margin - margin).sqrt())
+
+
+def softly(logp_w: Tensor, logp_l: Tensor, soft: Tensor) -> Tensor:
+    return soft * (logp_l - logp_w)
+
+
+def with_z0(logp: Tensor, label: Tensor, z0: Tensor) -> Tensor:
+    return z0 - logp
+
+
+def thumbs_without_reference(logp: Tensor, n: Tensor, label: Tensor) -> Tensor:
+    return torch.where(label, -logp, logp) / n
+
+
+def squared(score: Tensor, target: Tensor, target_mask: Tensor) -> Tensor:
+    return ((score - target).square() * target_mask).sum(1)
+
+
+def bare_reward(reward: Tensor, group: Tensor) -> Tensor:
+    """Not one number per token."""
+    return reward
+
+
+def unhashable_setting(logp_w: Tensor, logp_l: Tensor, *, table: Any = torch.zeros(2)) -> Tensor:
+    return logp_l - logp_w
+
+
+wrong_average = valence.Loss(simpo, average="token_mean")
+wrong_view = valence.Loss(imitate, view="seq")
+wrong_modifier = valence.Loss(dpo, modifiers=("nope",))
+coupled_tokens = valence.Loss(imitate, couples=True)

@@ -175,6 +175,12 @@ def test_other_objects_and_other_events_are_refused_before_a_model_is_loaded(pla
 
     with raises_error("callback-event", where="callbacks", fix="on_step_end"):
         valence.train(**SETTINGS, callbacks=[AtEpochs()])
+
+    class Misspelled(valence.Callback):
+        def on_evaluate(self, run: valence.Trainer, metrics: Any) -> None: ...
+
+    with raises_error("callback-event", where="callbacks", fix="did you mean on_evaluation?"):
+        valence.train(**SETTINGS, callbacks=[Misspelled()])
     for wrong in (3, Recorder):
         with raises_error("callback-invalid", where="callbacks"):
             valence.train(**SETTINGS, callbacks=[wrong])  # type: ignore[list-item]

@@ -170,7 +170,7 @@ def _first_step(method: Method) -> str:
     directions = {sides.get(side, side): value for side, value in method.loss.direction.items()}
     changes = [f"{side} {moves[value]}" for side, value in directions.items() if value]
     unchanged = [f"leaves {side} {moves[value]}" for side, value in directions.items() if not value]
-    return "; ".join([f"makes {', '.join(changes)}", *unchanged])
+    return "; ".join([*([f"makes {', '.join(changes)}"] if changes else []), *unchanged])
 
 
 def _line(text: str) -> str:

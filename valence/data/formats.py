@@ -33,8 +33,11 @@ T = TypeVar("T")
 D = TypeVar("D")
 RATINGS = ("label", "score")
 """Parts that a person fills in, and may leave out."""
-UNDECIDED = ("row-tied", "row-turns-differ")
-"""Codes of comparisons that no pair can be made of: these rows are left out, and no mistakes."""
+LEFT_OUT = "row-left-out"
+UNDECIDED = ("row-tied", "row-turns-differ", LEFT_OUT)
+"""Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, and
+those that the function of a format leaves out.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from valence.data.detect import (
 )
 from valence.data.example_store import ExampleStore
 from valence.data.format_table import FORMATS
-from valence.data.formats import UNDECIDED, columns_read, lookup, read_example
+from valence.data.formats import LEFT_OUT, UNDECIDED, columns_read, lookup, read_example
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, ImportedRows, import_votes
 from valence.data.importers.sources import (
@@ -46,7 +46,7 @@ from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.types import Content, Example, Judgement, Kind, Origin, Preference, Ranking
 from valence.user_code.attempt import Raised, attempt, describe_error
-from valence.user_code.load import definition_place
+from valence.user_code.load import definition_place, frames_of, place_of
 from valence.user_code.plugins import is_plugin, load_plugin, plugin_paths
 
 DETECT_ROWS = 20
@@ -533,18 +533,29 @@ def _uses_plugin(source: Source) -> bool:
 
 
 def _converted(row: Row, convert: Callable[[dict[str, Any]], Any]) -> Row | BadRow:
-    """The row that a plugin makes of another one."""
+    """The row that a plugin makes of another one. One that it returns None for is left out."""
     value = attempt(lambda: convert(dict(row.value)))
-    if isinstance(value, Mapping):
-        return Row(dict(cast(Mapping[str, Any], value)), row.origin)
     place = definition_place(convert)
     if isinstance(value, Raised):
         if isinstance(value.error, KeyboardInterrupt):
             raise value.error
-        reason = f"the format's function raised {describe_error(value.error)} ({place})"
-    else:
-        reason = f"the format's function returned {type(value).__name__} ({place})"
-    return BadRow(row.origin, reason, "fix the row, or the function", "row-format-failed")
+        place = place_of(frames_of(value.error, (__file__, attempt.__code__.co_filename))) or place
+        reason = f"the function of the format raised {describe_error(value.error)} ({place})"
+        return BadRow(row.origin, reason, "fix the row, or the function", "row-format-failed")
+    if value is None:
+        return BadRow(row.origin, "the function of the format leaves it out", "", LEFT_OUT)
+    if not isinstance(value, Mapping):
+        reason = f"the function of the format returned {type(value).__name__} ({place})"
+        fix = "return a dictionary with the columns of a format, or None to leave the row out"
+        return BadRow(row.origin, reason, fix, "row-format-failed")
+    columns = dict(cast(Mapping[str, Any], value))
+    for name in columns.keys() - COLUMNS:
+        close = difflib.get_close_matches(name, COLUMNS - columns.keys(), 1, 0.8)
+        if close:
+            reason = f"the function of the format returned the unknown column {name!r} ({place})"
+            fix = f"did you mean {close[0]!r}? otherwise put it into the column info"
+            return BadRow(row.origin, reason, fix, "row-format-failed")
+    return Row(columns, row.origin)
 
 
 def _read(
@@ -645,7 +656,8 @@ def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]
     for row in rows:
         head.append(row)
         readable += isinstance(row, Row)
-        if readable == DETECT_ROWS or (isinstance(row, BadRow) and on_bad_row == "stop"):
+        is_bad = isinstance(row, BadRow) and row.code not in UNDECIDED
+        if readable == DETECT_ROWS or (is_bad and on_bad_row == "stop"):
             break
     return head, rows
 

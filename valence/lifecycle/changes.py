@@ -222,6 +222,9 @@ def _changed_settings(
         path_setting = PATH_SETTING.fullmatch(name)
         if path_setting and path_setting[1] not in rows:
             continue
+        if setting is None and before is not None and after is not None:
+            changed[name] = f"{name}: the code of {now[name.removesuffix('.source')]} has changed"
+            continue
         changed[name] = (
             f"{name}: {json.dumps(before, ensure_ascii=False)} -> "
             f"{json.dumps(after, ensure_ascii=False)}"

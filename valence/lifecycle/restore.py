@@ -21,7 +21,7 @@ from valence.planning.plan import planned_tokens
 from valence.rewards.build import is_function, is_server
 from valence.runs.folder import read_object
 from valence.trainer.prepare import prepare
-from valence.trainer.targets import is_run, recipe_of
+from valence.trainer.targets import is_run, recipe_of, require_loss
 from valence.trainer.trainer import Trainer
 
 
@@ -47,6 +47,8 @@ def restore(
     world = group or SingleProcess()
 
     def check_recipe(source: LoadedRecipe) -> None:
+        if any(source.recipe.data.files(name) for name in LISTS):
+            require_loss(run_dir, source.recipe)
         if rewards and not trust_reward:
             _refuse_rewards(run_dir, source.recipe)
 

@@ -446,6 +446,7 @@ def record_start(
         status="running",
         changed=changed,
         method=prepared.recipe.method,
+        **({"stand_in": prepared.method.stand_in} if prepared.method.is_custom else {}),
         cwd=os.getcwd(),
         total_steps=prepared.steps_from(previous.first if previous else 0),
         versions=versions(),

@@ -35,6 +35,7 @@ from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer, has_score_head, widen_head
 from valence.trainer.prepare import with_dtype
+from valence.trainer.targets import require_loss
 from valence.types import MicroBatch
 
 BETA = 0.1
@@ -169,6 +170,8 @@ def load_scorer(
     """
     source = with_dtype(source)
     recipe = source.recipe
+    if run is not None:
+        require_loss(run, recipe)
     implicit = None if run is None else method_in(recipe).loss.reward
     if implicit is not None and beta is not None:
         raise UserError(

@@ -96,7 +96,7 @@ class Loss:
         """The fields that follow from the names of the inputs."""
         reads = set(self.reads) - COMPUTED
         view = self.view or next((view for view in INPUTS if reads <= INPUTS[view]), "token")
-        fields: dict[str, Any] = {"view": view, "average": AVERAGE_OF[view]}
+        fields: dict[str, Any] = {"view": view, "average": AVERAGE_OF.get(view)}
         if view in ("pair", "score_pair"):
             fields["data"] = "preference"
         elif view == "score":

@@ -137,4 +137,7 @@ def weighted_sum(
     """sum(w * loss) of a micro-batch. Divide it by the count of the step, never by sum(w)."""
     inside = INSIDE.get(average)
     share = inside(loss, view, **among(settings, inside)) if inside else loss
-    return (share * view["weight_t" if average in PER_TOKEN else "weight"]).sum()
+    weight = view["weight_t" if average in PER_TOKEN else "weight"]
+    if share.shape != weight.shape:  # multiplying would repeat the numbers
+        raise ValueError(f"the loss has the shape {list(share.shape)}, not {list(weight.shape)}")
+    return (share * weight).sum()

@@ -85,7 +85,8 @@ def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
     for name, rows in (("chosen", up), ("rejected", ~up)):
         numbers[f"rewards/{name}"] = mean_of(reward, rows)
         numbers[f"logps/{name}"] = mean_of(sums["logp"], rows)
-        numbers[f"logratio/{name}"] = mean_of(sums["logp"] - sums["ref"], rows)
+        if "ref" in sums:
+            numbers[f"logratio/{name}"] = mean_of(sums["logp"] - sums["ref"], rows)
     numbers["rewards/auc"] = Ranked(reward, up)
     return numbers
 

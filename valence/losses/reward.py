@@ -147,7 +147,7 @@ def single_scores(
     for a, (score, target, target_mask) in enumerate(columns):
         if "thresholds" in view:
             numbers = _level_metrics(score, target, target_mask, view["thresholds"].detach())
-        elif settings["error"] == "cross_entropy":
+        elif settings.get("error") == "cross_entropy":
             numbers = _thumb_metrics(score, target, target_mask)
         else:
             numbers = _correlations(score, target, target_mask) | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from valence.data.kind_names import METHOD_FOR, method_for
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
-from valence.methods.custom import check_loss, custom_loss, is_advantage
+from valence.methods.custom import check_advantage, check_loss, custom_loss, is_advantage
 from valence.methods.learning_rates import LEARNING_RATES, LearningRates
 from valence.methods.sample_builders import (
     AdvantageBuilder,
@@ -25,6 +26,7 @@ from valence.methods.sample_builders import (
     preference_pairs,
 )
 from valence.types import Kind
+from valence.user_code.attempt import Raised, attempt, describe_error
 from valence.user_code.load import is_import_path, load_object
 from valence.user_code.sources import code_digest
 
@@ -57,18 +59,40 @@ class Method:
         """Digest of the code of a user's loss or advantage; None for a method of Valence."""
         if not self.is_custom:
             return None
-        functions = (*self.loss.functions, *([self.loss.advantage] if self.loss.advantage else ()))
-        return code_digest(fn for fn in functions if not _is_valence(fn))
+        loss = self.loss
+        functions = (*loss.functions, *([loss.advantage] if loss.advantage else ()))
+        fields = loss.view, loss.average, loss.data, loss.couples, loss.modifiers, loss.defaults
+        return code_digest((fn for fn in functions if not _is_valence(fn)), fields)
+
+    @property
+    def stand_in(self) -> str:
+        """The method of Valence with which a run is opened where its loss is not needed: one for
+        the same rows. The user's code is then neither needed nor executed.
+        """
+        table = ONLINE if self.online else METHODS
+        loss = self.loss
+        fitting = {
+            name: m.loss.needs_reference == loss.needs_reference
+            for name, m in table.items()
+            if (m.loss.data, m.is_reward_model) == (loss.data, self.is_reward_model)
+        }
+        return max(fitting, key=lambda name: fitting[name])
 
     @property
     def selects_best(self) -> bool:
         """Whether it imitates the best completions of each prompt."""
         return self.sample_builder is not None and self.sample_builder.fn is best_of_n
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise UserError if its loss is a user's and breaks the contract of losses."""
-        if self.is_custom:
-            check_loss(self.loss, self.name, settings)
+    def check(self, settings: Mapping[str, Any], where: str = "method") -> None:
+        """Raise UserError if its loss or advantage is a user's and breaks the contract.
+
+        where: the setting that names it.
+        """
+        if not self.is_custom:
+            return
+        check_loss(self.loss, self.name, settings, where)
+        if self.is_on_policy and self.loss.advantage and not _is_valence(self.loss.advantage):
+            check_advantage(self.loss.advantage, self.name, settings, where)
 
     @property
     def online(self) -> bool:
@@ -157,7 +181,9 @@ class Method:
             is_required = default is p.empty
             annotation = p.annotation
             if annotation is p.empty:  # of a user's function
+                is_number = isinstance(default, int | float) and not isinstance(default, bool)
                 annotation = Any if is_required or default is None else type(default)
+                annotation = float if is_number else annotation
             description = meanings.get(name)
             fields[name] = (
                 annotation,
@@ -246,9 +272,23 @@ def _custom_method(target: str, online: bool) -> Method:
             )
         if not online and is_advantage(value):
             raise _needs_reward(target)
-        known = (value, _online(target, loss) if online else Method(target, loss))
-        _custom[target, online] = known
+        method = _online(target, loss) if online else Method(target, loss)
+        settings = attempt(lambda: _defaults_as_json(method))
+        if isinstance(settings, Raised):
+            raise UserError(
+                f"the settings of {target} cannot be read: {describe_error(settings.error)}",
+                code="loss-signature",
+                where="method",
+                fix="give them types and defaults that JSON has: numbers, texts, true or false",
+            )
+        known = _custom[target, online] = (value, method)
     return known[1]
+
+
+def _defaults_as_json(method: Method) -> str:
+    """The defaults of a method's settings as the log and recipes have them."""
+    fields = method.settings.model_fields.items()
+    return json.dumps({n: f.default for n, f in fields if not f.is_required()}, allow_nan=False)
 
 
 def _needs_reward(name: str) -> UserError:
@@ -281,7 +321,9 @@ def method_of(name: str, online: bool = False) -> Method:
             where="method",
             fix=f"remove reward, or choose {', '.join(others[:-1])} or {others[-1]}",
         )
-    near = similar_methods(name)
+    module, _, last = name.rpartition(".")
+    near = [f"{module}:{last}"] if module and is_import_path(f"{module}:{last}") else []
+    near = near or similar_methods(name)
     main = dict.fromkeys(suggested.split()[0] for suggested in METHOD_FOR.values())
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from valence.batching.micro_batches import make_micro_batches
 from valence.distributed.process_group import Group, SingleProcess, ignore
+from valence.errors import UserError
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
 from valence.models.shape import shape_of, skeleton_of
 from valence.rollouts import Sampling
@@ -34,6 +35,8 @@ from valence.trainer.prepare import Prepared
 from valence.trainer.sampling import PolicySampler
 from valence.trainer.state import TrainState
 from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
+from valence.user_code.attempt import Raised, attempt, describe_error
+from valence.user_code.load import frames_of, place_of
 from valence.user_code.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -154,7 +157,7 @@ class ServerEngine:
         assert first == 0
         with self._awake():
             self._sync(sampling)
-            return self._versioned(self.generator.generate(prompts, n, sampling, progress=progress))
+            return self._generate(prompts, n, sampling, progress)
 
     def begin(
         self,
@@ -170,16 +173,37 @@ class ServerEngine:
                 raise CancelledError
             progress(count)
 
-        return self._thread.submit(
-            lambda: self._versioned(self.generator.generate(prompts, n, sampling, progress=advance))
-        )
+        return self._thread.submit(self._generate, prompts, n, sampling, advance)
 
-    def _versioned(self, completions: Completions) -> Completions:
-        """Completions of a plugin, marked with the step of the weights that it has."""
+    def _generate(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        progress: Callable[[int], None],
+    ) -> Completions:
+        """Sample. What a plugin returns is checked, and marked with the step of its weights."""
         if not self.rollout.uses_plugin:
-            return completions
+            return self.generator.generate(prompts, n, sampling, progress=progress)
+        result = attempt(lambda: self.generator.generate(prompts, n, sampling, progress=progress))
+        problem = ""
+        if isinstance(result, Raised):
+            if isinstance(result.error, UserError | KeyboardInterrupt | CancelledError):
+                raise result.error
+            place = place_of(frames_of(result.error, (__file__, attempt.__code__.co_filename)))
+            problem = f"raised {describe_error(result.error)}{f' ({place})' if place else ''}"
+        else:
+            size = self._policy.causal.get_input_embeddings().weight.shape[0]
+            problem = _completions_problem(result, len(prompts), n, sampling, size)
+        if problem or isinstance(result, Raised):
+            raise UserError(
+                f"the engine {self.rollout.engine} {problem}",
+                code="engine-failed",
+                where="rollout.engine",
+                fix="fix the engine: generate returns n Completions for each prompt",
+            )
         step = max(self._sent_step, 0)
-        return [[replace(answer, version=step) for answer in group] for group in completions]
+        return [[replace(answer, version=step) for answer in group] for group in result]
 
     def close(self) -> None:
         """Cancel sampling, close connections, and stop the server if it was started here."""
@@ -461,6 +485,36 @@ class ServerEngine:
     @cached_property
     def _folder(self) -> Path:
         return self._run_folder or Path(tempfile.mkdtemp(prefix="valence-"))
+
+
+def _completions_problem(
+    result: Any, num_prompts: int, n: int, sampling: Sampling, vocabulary_size: int
+) -> str:
+    """What is wrong with the completions of a plugin; empty if nothing is."""
+    is_list = isinstance(result, list | tuple)
+    groups = cast(Sequence[Any], result) if is_list else ()
+    if len(groups) != num_prompts or any(
+        not isinstance(group, list | tuple) or len(cast(Sequence[Any], group)) != n
+        for group in groups
+    ):
+        return f"did not return {num_prompts} lists of {n} completions"
+    for answer in (answer for group in groups for answer in group):
+        if not isinstance(answer, Completion):
+            return f"returned a value of type {type(answer).__name__} instead of a Completion"
+        tokens = answer.tokens
+        if not 1 <= len(tokens) <= sampling.max_new_tokens or not all(
+            isinstance(token, int) and 0 <= token < vocabulary_size for token in tokens
+        ):
+            return (
+                f"returned {len(tokens)} tokens, of which there may be 1 to "
+                f"{sampling.max_new_tokens}, each below {vocabulary_size}"
+            )
+        if len(answer.logps) not in (0, len(tokens)) or answer.stop not in ("eos", "length"):
+            return (
+                f"returned {len(answer.logps)} log-probabilities for {len(tokens)} tokens, or the "
+                f"stop {answer.stop!r} instead of eos or length"
+            )
+    return ""
 
 
 def _as_example(prompt: Sequence[int], completion: Sequence[int]) -> TokenizedExample:

@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
@@ -198,7 +199,9 @@ class Function:
                 f"{self.target} has no parameter {unknown[0]!r}",
                 code="reward-setting-unknown",
                 where="settings",
-                fix=f"remove it, or use a parameter of the function: {', '.join(names)}",
+                fix=f"{_nearest(unknown[0], names[1:])}its settings are {', '.join(names[1:])}"
+                if names[1:]
+                else "remove it: the function has no settings",
             )
         positional = any(
             p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values()
@@ -236,6 +239,11 @@ class Function:
             name: values for name, values in columns.items() if self._takes_any or name in names
         }
         return partial(self.fn, **{**arguments, **settings})
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = get_close_matches(name, names, 1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def isolate(completions: Sequence[Completion]) -> list[Completion]:

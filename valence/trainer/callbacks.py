@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -82,7 +83,7 @@ class Callbacks(Callback):
 
 def _callback(value: object) -> Callback:
     if isinstance(value, Callback):
-        return value
+        return _checked(value)
     if any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__):
         from transformers import TrainerCallback  # takes long: loaded only for such a callback
 
@@ -98,6 +99,23 @@ def _callback(value: object) -> Callback:
         fix="pass a function (run, record), or an object of a valence.Callback or a transformers."
         "TrainerCallback",
     )
+
+
+def _checked(callback: Callback) -> Callback:
+    """The callback. Raises UserError if it has a method for an event that a run does not have."""
+    events = [name for name in dir(Callback) if name.startswith("on_")]
+    kind = type(callback)
+    for name in dir(kind):
+        if name.startswith("on_") and name not in events:
+            close = get_close_matches(name, events, 1)
+            raise UserError(
+                f"{kind.__name__} reacts to {name}, which is no event",
+                code="callback-event",
+                where="callbacks",
+                fix=f"{f'did you mean {close[0]}? ' if close else ''}the events are "
+                f"{', '.join(events)}",
+            )
+    return callback
 
 
 class _LogFunction(Callback):
@@ -177,18 +195,30 @@ class _HuggingFaceCallback(Callback):
             max_steps=run.total_steps,
             logging_steps=recipe.run.log_every,
             save_steps=recipe.run.save_every,
+            eval_steps=run.prepared.evaluation_interval if "eval" in run.prepared.corpora else None,
             seed=recipe.train.seed,
         )
-        getattr(self._callback, event)(
-            args,
-            state,
-            control,
-            model=run.policy.model,
-            processing_class=run.prepared.tokenizer,
-            optimizer=run.state.optimizer,
-            lr_scheduler=run.state.scheduler,
-            **more,
-        )
+        try:
+            getattr(self._callback, event)(
+                args,
+                state,
+                control,
+                model=run.policy.model,
+                processing_class=run.prepared.tokenizer,
+                optimizer=run.state.optimizer,
+                lr_scheduler=run.state.scheduler,
+                **more,
+            )
+        except AttributeError as error:
+            if error.obj is not args:
+                raise
+            raise UserError(
+                f"{type(self._callback).__name__} reads args.{error.name}, which a recipe does not "
+                "have",
+                code="callback-event",
+                where="callbacks",
+                fix="write a valence.Callback, or use a setting: run.early_stop ends training",
+            ) from error
         if control.should_training_stop:
             run.end(f"{type(self._callback).__name__} stopped it")
         if control.should_save:

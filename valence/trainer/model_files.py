@@ -114,7 +114,13 @@ class ModelWriter:
         return CardFacts(
             name=Path(recipe.run.dir).name,
             base_model=recipe.model.name,
-            method=" + ".join([recipe.method, *(part.method for part in recipe.mix)]),
+            method=" + ".join(
+                [
+                    # a run of a user's loss may be opened with another one
+                    str(self.facts.get("method", recipe.method)),
+                    *(part.method for part in recipe.mix),
+                ]
+            ),
             loss=recipe.loss,
             settings=self._shown_settings(),
             adapter=has_adapter and kind == "adapter",

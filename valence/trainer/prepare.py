@@ -349,8 +349,8 @@ def prepare(
         model, data = recipe.model, recipe.data
         method = method_in(recipe)
         method.check(recipe.loss)
-        for part in recipe.mix:
-            method_of(part.method).check(part.loss)
+        for i, part in enumerate(recipe.mix):
+            method_of(part.method).check(part.loss, f"mix.{i}.method")
         if tokenizer is None:
             tokenizer = load_tokenizer(
                 model.tokenizer or model.name,

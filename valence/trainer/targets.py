@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from valence.config.files import read_recipe_text
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.needs import method_in
-from valence.config.parse import COMMAND_LINE
-from valence.config.schema import Data, SourceSettings
+from valence.config.parse import COMMAND_LINE, from_yaml
+from valence.config.schema import Data, Recipe, SourceSettings
+from valence.data.kind_names import METHOD_FOR
 from valence.data.load import fitting_mapping
 from valence.errors import UserError
 from valence.files import read_json
 from valence.methods import Method
 from valence.models.loading import loading
 from valence.reports.runs import config_of
+from valence.runs.folder import read_object
 from valence.trainer.prepare import with_dtype
+from valence.user_code.load import is_import_path
 
 TRUST = (
     "read these files, then allow it: --trust-remote-code, or for a reward model "
@@ -94,6 +99,9 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
     Python files of a model to be executed.
     """
     config = config_of(run_dir)
+    if custom_method(run_dir) and not any(o.split("=")[0].strip() == "method" for o in overrides):
+        # The commands that need no loss must not execute code that only the folder names.
+        overrides = [f"method={_stand_in(run_dir)}", "loss=null", "mix=[]", *overrides]
     source = load_recipe(config, overrides, training=False)
     setting = source.settings["model.trust_remote_code"]
     if setting.value and setting.origin != COMMAND_LINE:
@@ -104,6 +112,41 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
             fix=TRUST,
         )
     return source
+
+
+def custom_method(run_dir: Path) -> str | None:
+    """The import path of a user's loss that the recipe of a run names; None without one."""
+    config = config_of(run_dir)
+    values = from_yaml(read_recipe_text(config), str(config)).values
+    parts = values.get("mix") or ()
+    names = [
+        values.get("method"),
+        *(part.get("method") for part in parts if isinstance(part, dict)),
+    ]
+    return next((name for name in names if isinstance(name, str) and is_import_path(name)), None)
+
+
+def _stand_in(run_dir: Path) -> str:
+    """The method of Valence that stands in for the user's, as the run recorded it."""
+    name = None
+    with suppress(OSError, ValueError):
+        name = read_object(run_dir / "run.json").get("stand_in")
+    return (
+        name if isinstance(name, str) and not is_import_path(name) else METHOD_FOR["demonstration"]
+    )
+
+
+def require_loss(run_dir: Path, recipe: Recipe) -> None:
+    """Raise UserError if a run has a user's loss that its recipe was opened without."""
+    name = custom_method(run_dir)
+    if name is None or method_in(recipe).is_custom:
+        return
+    raise UserError(
+        f"this needs the loss of the run, and would execute {name}",
+        code="code-not-trusted",
+        where=str(run_dir / "config.yaml"),
+        fix=f"check this code, then add method={name}",
+    )
 
 
 def method_of_run(run_dir: Path) -> Method:

@@ -33,7 +33,7 @@ MAX_ERROR_LENGTH = 300
 
 REGISTERED = "python"
 """The module in the paths of objects that no import finds."""
-IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+IMPORT_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 PYTHON_FILE = re.compile(r"\.py(:|$)")
 
 _objects: dict[str, Any] = {}

@@ -17,13 +17,21 @@ Group = Literal["formats", "importers", "engines", "trackers"]
 
 @cache
 def plugin_paths(group: Group) -> dict[str, str]:
-    """The import path of each plugin of a group, by its name. Loads none of them."""
-    return {entry.name: entry.value for entry in entry_points(group=f"valence.{group}")}
+    """The import path of each plugin of a group, by its name. Loads none of them.
+
+    As in a recipe, names have lower case and underscores.
+    """
+    entries = entry_points(group=f"valence.{group}")
+    return {_key(entry.name): entry.value for entry in entries}
 
 
 def is_plugin(group: Group, name: str) -> bool:
     """Whether a name is that of a plugin, or an import path."""
-    return is_import_path(name) or name in plugin_paths(group)
+    return is_import_path(name) or _key(name) in plugin_paths(group)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def load_plugin(group: Group, name: str, where: str, builtin: Collection[str] = ()) -> Any:
@@ -33,7 +41,7 @@ def load_plugin(group: Group, name: str, where: str, builtin: Collection[str] = 
     """
     subject = group.removesuffix("s")
     if is_plugin(group, name):
-        return load_object(plugin_paths(group).get(name, name), where, subject)
+        return load_object(plugin_paths(group).get(_key(name), name), where, subject)
     names = [*builtin, *plugin_paths(group)]
     close = get_close_matches(name, names, 1)
     raise UserError(

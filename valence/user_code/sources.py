@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,25 +64,56 @@ def function_sources(fn: Any, target: str) -> dict[str, Any] | None:
     return {"source": source, **({"imports": others} if others else {})}
 
 
-def code_digest(functions: Iterable[Callable[..., Any]]) -> str:
+def code_digest(functions: Iterable[Callable[..., Any]], *facts: Any) -> str:
     """Return a digest of what users' functions compute.
 
     Of a module: its file, and all that it imports outside of installed libraries. Of the program or
-    notebook itself: only the text of the function, since other parts of it change often.
+    notebook itself: the text of the function and the values that it reads, since other parts of it
+    change often. Also values that a function keeps: of its closure, its defaults and its object.
+    facts: further values that the result depends on.
     """
-    parts: list[Any] = []
-    for fn in functions:
-        inner = unwrap(fn)
-        module, name = str(inner.__module__), getattr(inner, "__qualname__", "")
-        sources = None if module in PROGRAM else function_sources(fn, f"{module}:{name}")
-        if sources is None:
-            try:
-                sources = inspect.getsource(inner)
-            except (OSError, TypeError):  # not in a file, or not written in Python
-                code = getattr(inner, "__code__", None)
-                sources = repr((code.co_code, code.co_consts)) if code else name
-        parts.append([name, sources])
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    parts = [_code_of(fn, set()) for fn in functions]
+    return hashlib.sha256(json.dumps([parts, repr(facts)], sort_keys=True).encode()).hexdigest()
+
+
+def _code_of(fn: Any, known: set[int]) -> Any:
+    """What a function or another value stands for in a digest. known: ids of those that have been
+    described already.
+    """
+    if id(fn) in known:
+        return None
+    known.add(id(fn))
+    inner: Any = unwrap(fn) if callable(fn) else None
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        text = repr(fn)
+        return type(fn).__name__ if " at 0x" in text else text
+    module, name = str(inner.__module__), inner.__qualname__
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return name
+    is_program = module in PROGRAM
+    sources: Any = None if is_program else function_sources(fn, f"{module}:{name}")
+    if sources is None:
+        try:
+            sources = inspect.getsource(inner)
+        except (OSError, TypeError):  # not in a file
+            sources = repr((code.co_code, code.co_consts))
+    values = [getattr(inner, "__defaults__", None), getattr(inner, "__kwdefaults__", None)]
+    values += [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
+    if is_program:
+        values += [inner.__globals__[key] for key in code.co_names if key in inner.__globals__]
+    if isinstance(fn, partial):
+        values += [fn.args, fn.keywords]
+    elif not isinstance(fn, FunctionType):
+        values += [vars(fn) if hasattr(fn, "__dict__") else None]
+    return [name, sources, [_code_of(value, known) for value in values]]
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # the variable has no value yet
+        return False
 
 
 def unwrap(fn: Callable[..., Any]) -> Any:

@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from valence.data.detect import detect
 from valence.data.formats import lookup
 from valence.data.importers.records import HashedRater, Reader, ReadOptions, Skipped, Vote
 from valence.data.importers.rows import RowKind
 from valence.data.sources import Row, read_rows
+from valence.data.values import as_number
 from valence.errors import UserError
+from valence.user_code.attempt import Raised, attempt, describe_error
+from valence.user_code.load import frames_of, place_of
 from valence.user_code.plugins import load_plugin, plugin_paths
 
 NUM_DETECTED = 20
@@ -230,9 +234,55 @@ def read_votes(
 
 def _reader(name: str) -> Reader:
     module = SOURCES[name].module
-    if ":" in module:
-        return load_plugin("importers", module, "format")
-    return import_module(f"valence.data.importers.{module}").read
+    if ":" not in module:
+        return import_module(f"valence.data.importers.{module}").read
+    read = load_plugin("importers", module, "format")
+    return lambda paths, options: _checked_votes(read, module, paths, options)
+
+
+def _checked_votes(
+    read: Reader, target: str, paths: list[str], options: ReadOptions
+) -> Iterator[Vote | Skipped]:
+    """The votes of a plugin. Raises UserError for an exception, or a vote with wrong values."""
+    votes = attempt(lambda: iter(read(paths, options)))
+    while True:
+        item = votes if isinstance(votes, Raised) else attempt(partial(next, votes, None))
+        if isinstance(item, Raised):
+            if isinstance(item.error, UserError | KeyboardInterrupt):
+                raise item.error
+            place = place_of(frames_of(item.error, (__file__, attempt.__code__.co_filename)))
+            problem = f"raised {describe_error(item.error)}{f' ({place})' if place else ''}"
+        elif item is None:
+            return
+        elif problem := _vote_problem(item):
+            problem = f"yielded {problem}"
+        else:
+            yield cast(Vote, item)
+            continue
+        raise UserError(
+            f"the importer {target} {problem}",
+            code="importer-failed",
+            where=paths[0],
+            fix="fix the importer: it yields a valence.Vote for each rating",
+        )
+
+
+def _vote_problem(item: object) -> str:
+    """What is wrong with the values of a vote; empty if nothing is."""
+    if isinstance(item, Skipped):
+        return ""
+    if not isinstance(item, Vote):
+        return f"a value of type {type(item).__name__} instead of a Vote"
+    turns = (*item.prompt, item.completion, *([item.other] if item.other else []))
+    if isinstance(item.prompt, str) or not all(
+        isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns
+    ):
+        return "a prompt or completion without chat turns ({'role': 'user', 'content': ...})"
+    if not isinstance(item.label, bool | None):
+        return f"the label {item.label!r} instead of True, False or None"
+    if item.score is not None and as_number(item.score) is None:
+        return f"the score {item.score!r} instead of a number"
+    return ""
 
 
 def _read(read: Reader, paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
