@@ -262,6 +262,26 @@ def test_commands_that_need_no_loss_do_not_execute_it(
     assert not (place / "executed").exists()
 
 
+def test_a_row_format_that_only_a_run_folder_names_is_not_executed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (place / "gone_format.py").write_text(
+        "from pathlib import Path\nPath('executed').touch()\n\ndef read(row):\n    return row\n"
+    )
+    words = "data.train=rows.jsonl", 'data.eval=[{path: rows.jsonl, format: "gone_format:read"}]'
+    assert command("train", "recipe.yaml", *words) == 0
+    (place / "executed").unlink()
+    sys.modules.pop("gone_format")
+    error = command_error("evaluate", "runs/first")
+    check_error(error, "code-not-trusted", fix="data.eval=")
+    assert command("sample", "runs/first", "--prompt", "a", "--max-new-tokens", "2") == 0
+    assert not (place / "executed").exists()
+    assert command("evaluate", "runs/first", words[1]) == 0
+    assert (place / "executed").exists()
+    sys.modules.pop("gone_format")
+
+
 PROMPTS = [{"prompt": row["prompt"]} for row in ROWS[:4]]
 ONLINE: dict[str, Any] = {
     **SETTINGS,

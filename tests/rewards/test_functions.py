@@ -586,7 +586,7 @@ def test_what_cannot_be_called_is_a_mistake(
 def test_settings_that_a_function_does_not_take_are_refused(write: Any) -> None:
     module = write("def f(completions, scale=1): ...")
     with raises_error(
-        "reward-setting-unknown", where="reward.0.settings", fix="completions, scale"
+        "reward-setting-unknown", where="reward.0.settings", fix="did you mean scale?"
     ) as raised:
         reward(f"{module}:f", settings={"sale": 1})
     assert has_words(raised.error.message, "'sale'")

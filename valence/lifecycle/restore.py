@@ -23,6 +23,7 @@ from valence.runs.folder import read_object
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run, recipe_of, require_loss
 from valence.trainer.trainer import Trainer
+from valence.user_code.load import is_import_path
 
 
 def restore(
@@ -49,6 +50,7 @@ def restore(
     def check_recipe(source: LoadedRecipe) -> None:
         if any(source.recipe.data.files(name) for name in LISTS):
             require_loss(run_dir, source.recipe)
+            _refuse_formats(source)
         if rewards and not trust_reward:
             _refuse_rewards(run_dir, source.recipe)
 
@@ -71,6 +73,22 @@ def restore(
     )
     trainer.state.load_progress(saved.state)
     return trainer
+
+
+def _refuse_formats(source: LoadedRecipe) -> None:
+    """Raise UserError for a row format that is code, and that only the folder's recipe names."""
+    for name in LISTS:
+        for number, file in enumerate(source.recipe.data.files(name)):
+            setting = source.settings.get(f"data.{name}.{number}.format")
+            is_named_here = setting is not None and setting.origin == COMMAND_LINE
+            if file.format is not None and is_import_path(file.format) and not is_named_here:
+                raise UserError(
+                    f"this run would execute the row format {file.format}",
+                    code="code-not-trusted",
+                    where=setting.origin if setting else name,
+                    fix=f"check this code, then add 'data.{name}=[{{path: {file.path}, format: "
+                    f'"{file.format}"}}]\'',
+                )
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
