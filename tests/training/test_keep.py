@@ -170,7 +170,7 @@ def test_a_run_that_saves_only_models_cannot_resume(
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "model"]
     assert AutoModelForCausalLM.from_pretrained(saved / "model")
-    with raises_error("checkpoint-without-state", where="checkpoints", fix="--fresh"):
+    with raises_error("checkpoint-without-state", where="checkpoints", fix="fresh=True"):
         train(settings)
     with raises_error("checkpoint-without-state", where="checkpoints"):
         restore(tmp_path / "run", quiet=True)

@@ -48,10 +48,10 @@ def test_a_changed_setting_is_refused_with_the_difference(
     log = (killed_run / "metrics.jsonl").read_bytes()
     settings[section] = {**settings.get(section, {}), **change}
     (name,) = [f"{section}.{key}" for key in change]
-    with raises_error("run-differs", where=str(killed_run), fix=f"--allow {name}") as raised:
+    with raises_error("run-differs", where=str(killed_run), fix=f'allow=["{name}"]') as raised:
         train(settings)
     assert difference in raised.error.message.replace(".0 ", " ")
-    assert "--fresh" in str(raised.error.fix)
+    assert "fresh=True" in str(raised.error.fix)
     assert (killed_run / "metrics.jsonl").read_bytes() == log
 
 
@@ -62,7 +62,7 @@ def test_an_allowed_change_takes_effect_from_the_resumed_step_on(
     settings["train"] |= {"schedule": "constant", "warmup": 0}
     killed(settings, 3)
     settings["train"]["learning_rate"] = 5e-4
-    with raises_error("run-differs", fix="--allow train.learning_rate"):
+    with raises_error("run-differs", fix='allow=["train.learning_rate"]'):
         train(settings, allow=["train.warmup", "data"])
     train(settings, allow=["train.learning_rate"])
     assert [row["lr"] for row in records(tmp_path / "run") if row["step"]] == [1e-3] + [5e-4] * 5
@@ -92,7 +92,7 @@ def test_automatic_settings_are_kept_on_resume(
 
 @pytest.mark.usefixtures("killed_run")
 def test_an_unknown_name_to_allow_is_refused(settings: dict[str, Any]) -> None:
-    with raises_error("allow-unknown-setting", where="--allow", fix="train.learning_rate"):
+    with raises_error("allow-unknown-setting", where="allow", fix="train.learning_rate"):
         train(settings, allow=["learning_rat"])
 
 
@@ -176,7 +176,7 @@ def test_changed_rows_are_refused_with_the_difference(
     with raises_error(
         "run-differs",
         where=str(tmp_path / "run"),
-        fix="--allow data.train",
+        fix='"data.train"]',
     ) as raised:
         train(settings)
     line = raised.error.message.splitlines()[-1]
@@ -199,7 +199,7 @@ def test_repeated_rows_count_as_often_as_they_occur(
     rows: list[dict[str, Any]], difference: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     written(tmp_path / "train.jsonl", rows)
-    with raises_error("run-differs", fix="--allow data.train") as raised:
+    with raises_error("run-differs", fix='"data.train"]') as raised:
         train(settings)
     assert re.search(difference, raised.error.message.splitlines()[-1])
 
@@ -326,7 +326,7 @@ def test_rows_that_are_no_longer_there_are_noticed(
     with raises_error(
         "run-differs",
         where=str(killed_run),
-        fix="--allow data --allow eval",
+        fix='allow=["data", "eval"]',
     ) as raised:
         train(settings)
     assert "data.eval: 5 " in raised.error.message
@@ -339,7 +339,7 @@ def test_held_out_rows_in_another_order_are_others(
 ) -> None:
     """Of which eval.max_examples takes the first."""
     written(tmp_path / "eval.jsonl", ROWS[:5][::-1])
-    with raises_error("run-differs", where=str(killed_run), fix="--allow data.eval"):
+    with raises_error("run-differs", where=str(killed_run), fix='allow=["data.eval"]'):
         train(settings)
 
 
@@ -385,7 +385,7 @@ def test_compiled_layers_are_no_part_of_the_model(
     settings["train"]["compile"] = "on"
     killed(settings, 4)
     settings["train"]["compile"] = "off"
-    with raises_error("run-differs", fix="--allow train.compile"):
+    with raises_error("run-differs", fix='allow=["train.compile"]'):
         train(settings)
     train(settings, allow=["train.compile"])
     compiled = {**settings, "run": {**settings["run"], "dir": str(tmp_path / "compiled")}}

@@ -51,6 +51,8 @@ from valence.user_code.plugins import is_plugin, load_plugin, plugin_paths
 
 DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
+KNOWN = COLUMNS.union(*(others for f in FORMATS.values() for others in f.others.values()))
+"""Names of columns that formats read, with their other names."""
 ROWS_COUNTED = 100_000
 """Rows after a bad one in which others with the same problem are counted."""
 HELD_OUT = "its prompt is held out by data.eval"
@@ -549,7 +551,7 @@ def _converted(row: Row, convert: Callable[[dict[str, Any]], Any]) -> Row | BadR
         fix = "return a dictionary with the columns of a format, or None to leave the row out"
         return BadRow(row.origin, reason, fix, "row-format-failed")
     columns = dict(cast(Mapping[str, Any], value))
-    for name in columns.keys() - COLUMNS:
+    for name in columns.keys() - KNOWN:
         close = difflib.get_close_matches(name, COLUMNS - columns.keys(), 1, 0.8)
         if close:
             reason = f"the function of the format returned the unknown column {name!r} ({place})"

@@ -15,6 +15,7 @@ from typing import Any
 
 from valence.config.load import load_recipe
 from valence.data.convert import CONVERSIONS
+from valence.data.formats import UNDECIDED
 from valence.data.importers.sources import command_name, detect_source, is_source, source_name
 from valence.data.kind_names import METHOD_FOR
 from valence.data.kinds import KINDS
@@ -143,7 +144,7 @@ def look_at(file: DataFile, kind: Kind | None = None) -> FileFacts:
     bad: list[BadRow] = []
     for _, example in stream(file):
         if isinstance(example, BadRow):
-            bad.append(example)
+            bad += [] if example.code in UNDECIDED else [example]
         else:
             examples.append(example)
     if len(bad) > len(examples):  # the columns were probably not understood

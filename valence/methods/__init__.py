@@ -189,7 +189,9 @@ class Method:
                 annotation,
                 Field(... if is_required else default, description=description),
             )
-        config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+        config = ConfigDict(
+            extra="forbid", strict=True, allow_inf_nan=False, validate_default=self.is_custom
+        )
         return create_model(f"{self.name}_loss", __config__=config, **fields)
 
     def resolve(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,13 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Sequence[CallbackLike]) -> None:
         """Raises UserError for an object that is none, or a TrainerCallback with other events."""
+        if not isinstance(callbacks, list | tuple):  # a single one would be a common mistake
+            raise UserError(
+                "callbacks must be a list",
+                code="callback-invalid",
+                where="callbacks",
+                fix="write callbacks=[CALLBACK]",
+            )
         self._callbacks = [_callback(callback) for callback in callbacks]
 
     def on_start(self, run: Run) -> None:

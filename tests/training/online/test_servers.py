@@ -98,7 +98,7 @@ def test_a_run_without_servers_resumes_once_one_is_back(place: Path, undisturbed
         recipe = settings(place, "lost", [first, second], rollout={"timeout": 0.5})
         for fake in (first, second):
             kill_at(fake, 3)
-        with raises_error("rollout-server-lost", fix="rerun the same command") as raised:
+        with raises_error("rollout-server-lost", fix="rerun the same call") as raised:
             train(recipe, quiet=True)
         assert all(fake.url in raised.error.message for fake in (first, second))
     with serving(Fake(), int(second.url.rpartition(":")[2])) as back:

@@ -45,7 +45,9 @@ def test_sampling_ends_when_it_is_not_needed_any_more(monkeypatch: pytest.Monkey
     """When the caller cancels it, and at the end of the run, which it would delay."""
     client = Endless()
     monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)
-    rollout = SimpleNamespace(engine="openai", urls=["http://127.0.0.1:1"], timeout=1.0)
+    rollout = SimpleNamespace(
+        engine="openai", urls=["http://127.0.0.1:1"], timeout=1.0, uses_plugin=False
+    )
     encoder = SimpleNamespace(end_ids=(), tokenizer=None, vocab=SimpleNamespace(prefix=()))
     recipe = SimpleNamespace(rollout=rollout)
     prepared: Any = SimpleNamespace(recipe=recipe, encoder=encoder)
