@@ -233,8 +233,8 @@ def _unknown(
         fix = (
             f"the rows have two answers: if {first} is always the better one, set keys: "
             f"{{chosen: {first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it "
-            f"is and 0 where {second} is, and no row is a tie, set format: pairwise_feedback, keys: {{output_A: {first}, output_B: {second}, "
-            f"label: COLUMN, prompt: {prompt}}}"
+            f"is and 0 where {second} is, without ties, set format: pairwise_feedback, keys: "
+            f"{{output_A: {first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
         )
     else:
         is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
