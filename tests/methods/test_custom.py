@@ -349,6 +349,10 @@ def test_the_digest_of_a_function_has_the_values_that_it_keeps() -> None:
     assert digests[0] == digests[1] != digests[2]
     bound = [code_digest([partial(user_losses.dpo, beta=beta)]) for beta in (0.1, 0.1, 0.2)]
     assert bound[0] == bound[1] != bound[2]
+    same, equal = 0.5, float("0.5")  # two objects with one value
+    assert same is not equal
+    partials = [partial(user_losses.dpo, beta=a, scale=b) for a, b in ((same, same), (same, equal))]
+    assert code_digest(partials[:1]) == code_digest(partials[1:])
     assert code_digest([loss(1.0)], "seq_mean") != code_digest([loss(1.0)], "token_mean")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 PROGRAM = ("__main__", "__mp_main__")
@@ -77,17 +77,20 @@ def code_digest(functions: Iterable[Callable[..., Any]], *facts: Any) -> str:
 
 
 def _code_of(fn: Any, known: set[int]) -> Any:
-    """What a function or another value stands for in a digest. known: ids of those that have been
-    described already.
+    """Describe a function, or another value that it reads, for a digest.
+
+    known: ids of functions that are described already, which may call each other.
     """
-    if id(fn) in known:
-        return None
-    known.add(id(fn))
     inner: Any = unwrap(fn) if callable(fn) else None
     code = getattr(inner, "__code__", None)
+    if isinstance(fn, set | frozenset):  # whose order differs between processes
+        return sorted(map(repr, cast(Iterable[object], fn)))
     if code is None:
         text = repr(fn)
         return type(fn).__name__ if " at 0x" in text else text
+    if id(fn) in known:
+        return None
+    known.add(id(fn))
     module, name = str(inner.__module__), inner.__qualname__
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return name
