@@ -45,8 +45,8 @@ from valence.data.sources import BadRow, Row, read_rows
 from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.types import Content, Example, Judgement, Kind, Origin, Preference, Ranking
-from valence.user_code.attempt import Raised, attempt, describe_error
-from valence.user_code.load import definition_place, frames_of, place_of
+from valence.user_code.attempt import Raised, attempt
+from valence.user_code.load import definition_place, describe_raised
 from valence.user_code.plugins import is_plugin, load_plugin, plugin_paths
 
 DETECT_ROWS = 20
@@ -539,10 +539,7 @@ def _converted(row: Row, convert: Callable[[dict[str, Any]], Any]) -> Row | BadR
     value = attempt(lambda: convert(dict(row.value)))
     place = definition_place(convert)
     if isinstance(value, Raised):
-        if isinstance(value.error, KeyboardInterrupt):
-            raise value.error
-        place = place_of(frames_of(value.error, (__file__, attempt.__code__.co_filename))) or place
-        reason = f"the function of the format raised {describe_error(value.error)} ({place})"
+        reason = f"the function of the format {describe_raised(value.error, __file__)}"
         return BadRow(row.origin, reason, "fix the row, or the function", "row-format-failed")
     if value is None:
         return BadRow(row.origin, "the function of the format leaves it out", "", LEFT_OUT)

@@ -15,7 +15,7 @@ from valence.losses.modifiers import MODIFIERS
 from valence.losses.views import INPUTS, VIEWS, View
 from valence.types import Kind
 from valence.user_code.attempt import Raised, attempt, describe_error
-from valence.user_code.load import definition_place, frames_of, place_of
+from valence.user_code.load import definition_place, describe_raised
 
 ADVANTAGE_INPUTS = ("reward", "group", "owner", "old_t", "ref_t")
 """Tensors that users' advantages may read, see ``losses.advantage``."""
@@ -313,11 +313,9 @@ def _torch() -> Any:
 def _refuse_raised(
     fn: Any, target: str, error: BaseException, inputs: Mapping[str, Any], where: str
 ) -> NoReturn:
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    place = place_of(frames_of(error, (str(_torch().__path__[0]), __file__)))
     shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in inputs.items())
-    problem = f"it raised {describe_error(error)}{f' ({place})' if place else ''} on {shapes}"
+    raised = describe_raised(error, str(_torch().__path__[0]), __file__)
+    problem = f"it {raised} on {shapes}"
     _refuse(fn, target, "failed", problem, "fix the function", where)
 
 

@@ -35,8 +35,8 @@ from valence.trainer.prepare import Prepared
 from valence.trainer.sampling import PolicySampler
 from valence.trainer.state import TrainState
 from valence.types import Completion, Origin, TokenizedCompletion, TokenizedExample
-from valence.user_code.attempt import Raised, attempt, describe_error
-from valence.user_code.load import frames_of, place_of
+from valence.user_code.attempt import Raised, attempt
+from valence.user_code.load import describe_raised
 from valence.user_code.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -188,10 +188,9 @@ class ServerEngine:
         result = attempt(lambda: self.generator.generate(prompts, n, sampling, progress=progress))
         problem = ""
         if isinstance(result, Raised):
-            if isinstance(result.error, UserError | KeyboardInterrupt | CancelledError):
+            if isinstance(result.error, UserError | CancelledError):
                 raise result.error
-            place = place_of(frames_of(result.error, (__file__, attempt.__code__.co_filename)))
-            problem = f"raised {describe_error(result.error)}{f' ({place})' if place else ''}"
+            problem = describe_raised(result.error, __file__)
         else:
             size = self._policy.causal.get_input_embeddings().weight.shape[0]
             problem = _completions_problem(result, len(prompts), n, sampling, size)

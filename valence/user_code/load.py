@@ -171,6 +171,17 @@ def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     return f"{relative(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
+def describe_raised(error: BaseException, *ignored: str) -> str:
+    """What a user's code raised, with the file and line in it: ``raised KeyError: 'x' (my.py:3)``.
+
+    ignored: starts of the paths of files that called it. Raises a KeyboardInterrupt again.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    place = place_of(frames_of(error, (attempt.__code__.co_filename, *ignored)))
+    return f"raised {describe_error(error)}{f' ({place})' if place else ''}"
+
+
 def definition_place(fn: Callable[..., Any]) -> str:
     """File and line of a function's definition; empty if it has none."""
     code: Any = getattr(unwrap(fn), "__code__", None)

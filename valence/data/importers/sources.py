@@ -18,8 +18,8 @@ from valence.data.importers.rows import RowKind
 from valence.data.sources import Row, read_rows
 from valence.data.values import as_number
 from valence.errors import UserError
-from valence.user_code.attempt import Raised, attempt, describe_error
-from valence.user_code.load import frames_of, place_of
+from valence.user_code.attempt import Raised, attempt
+from valence.user_code.load import describe_raised
 from valence.user_code.plugins import load_plugin, plugin_paths
 
 NUM_DETECTED = 20
@@ -248,10 +248,9 @@ def _checked_votes(
     while True:
         item = votes if isinstance(votes, Raised) else attempt(partial(next, votes, None))
         if isinstance(item, Raised):
-            if isinstance(item.error, UserError | KeyboardInterrupt):
+            if isinstance(item.error, UserError):
                 raise item.error
-            place = place_of(frames_of(item.error, (__file__, attempt.__code__.co_filename)))
-            problem = f"raised {describe_error(item.error)}{f' ({place})' if place else ''}"
+            problem = describe_raised(item.error, __file__)
         elif item is None:
             return
         elif problem := _vote_problem(item):
