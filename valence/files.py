@@ -1,19 +1,11 @@
-"""Paths and hub ids in settings, and files below a folder with untrusted content: symbolic links in
-it are refused.
-"""
+"""Paths and hub ids in settings."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from valence.errors import UserError
 
@@ -112,77 +104,11 @@ def refuse_links(path: Path, root: Path) -> None:
     for number in range(1, len(below.parts) + 1):
         prefix = root.joinpath(*below.parts[:number])
         if prefix.is_symlink():
-            raise _link_error(prefix)
+            raise link_error(prefix)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError, and ValueError for another content."""
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("its lists and objects are nested too deeply") from None
-
-
-def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
-    """Open a file below ``root`` unbuffered, to overwrite it or append to it.
-
-    Raises UserError if the file or a folder in its path is a symbolic link, and OSError if it
-    cannot be opened.
-    """
-    refuse_links(path.parent, root)
-    flags = (
-        os.O_WRONLY
-        | os.O_CREAT
-        | os.O_NOFOLLOW
-        | os.O_CLOEXEC
-        | (os.O_APPEND if append else os.O_TRUNC)
-    )
-    try:
-        handle = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _link_error(path) from error
-        raise
-    return os.fdopen(handle, "ab" if append else "wb", buffering=0)
-
-
-@contextmanager
-def lock_file(path: Path) -> Iterator[bool]:
-    """Lock a file, which is created for that and removed at the end.
-
-    Yields whether this process has the lock; otherwise another one has it. Raises OSError.
-    """
-    refuse_links(path, path.parent)
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_locked = False
-        try:
-            yield is_locked
-        finally:
-            if is_locked:
-                path.unlink(missing_ok=True)
-
-
-def make_folder(path: Path, root: Path) -> None:
-    """Create a folder below ``root``, if it does not exist.
-
-    Raises UserError like ``open_file``, and OSError.
-    """
-    refuse_links(path, root)
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def write_all(file: BinaryIO, content: bytes) -> None:
-    """Write all of the content to an unbuffered file. Raises OSError."""
-    view = memoryview(content)
-    while view:
-        view = view[file.write(view) :]
-
-
-def _link_error(path: Path) -> UserError:
+def link_error(path: Path) -> UserError:
+    """The error for a symbolic link where Valence would write."""
     return UserError(
         "the path is a symbolic link, which Valence does not follow when it writes",
         code="path-is-symlink",

@@ -28,7 +28,7 @@ from benchmarks.crash.process import (
     ProcessRecord,
     train,
 )
-from valence.runs.lock import holder
+from valence.storage import holder
 
 UNSEEDED = ("/random/python", "/random/numpy")
 """Parts of the names of random states that no seed determines, because other libraries draw."""

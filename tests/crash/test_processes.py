@@ -24,7 +24,7 @@ from benchmarks.crash.trial import CrashHarness, Trial, differences, newest
 from tests.arch.source import ROOT
 from tests.crash.helpers import CASE
 from tests.programs import fork_server
-from valence.runs.lock import holder
+from valence.storage import holder
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 REPLICATED, TENSOR_PARALLEL = "kto, lora, 2 processes", "dpo, 2 that share it"

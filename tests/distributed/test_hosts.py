@@ -23,7 +23,7 @@ from tests.distributed.test_run import same
 from tests.errors import raises_error
 from valence.distributed.process_group import start
 from valence.runs.checkpoints import check
-from valence.runs.lock import holder
+from valence.storage import holder
 
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0

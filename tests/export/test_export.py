@@ -30,7 +30,7 @@ from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
 from valence.export.ollama import turn_texts
 from valence.export.probes import Probe, ProbeResult
 from valence.export.verify import compare
-from valence.files import lock_file
+from valence.storage import lock_file
 from valence.types import Message
 
 

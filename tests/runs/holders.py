@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.arch.source import ROOT
-from valence.runs import lock
-from valence.runs.lock import NAME
+from valence import storage
+from valence.storage import LOCK_FILE
 
 QUICK = {"beat": 0.05, "watch": 0.4, "patience": 0.2}
 TAKE = """
 import sys
 from pathlib import Path
-from valence.runs.lock import Lock
+from valence.storage import Lock
 from valence.errors import UserError
 lock = Lock(Path(sys.argv[1]), beat=0.05, watch=0.4, patience=0.2)
 print("ready", flush=True)
@@ -92,7 +92,7 @@ def started() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    lock.release_all()
+    storage.release_all()
 
 
 def refused_by(printed: str, pid: int) -> bool:
@@ -120,5 +120,5 @@ def named(folder: Path, **other: Any) -> None:
         "pid_started": 1,
         "started": "2025-01-01T00:00:00+00:00",
     }
-    (folder / NAME).write_text(json.dumps({**content, **other}) + "\n")
-    os.utime(folder / NAME, (0, 0))
+    (folder / LOCK_FILE).write_text(json.dumps({**content, **other}) + "\n")
+    os.utime(folder / LOCK_FILE, (0, 0))

@@ -25,7 +25,7 @@ from tests.runs.holders import (
     wait_until,
 )
 from valence.errors import UserError
-from valence.runs.lock import NAME, Lock, holder
+from valence.storage import LOCK_FILE, Lock, holder
 
 __all__ = ["nothing_is_left", "started"]
 
@@ -36,7 +36,7 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_holder(
     first = started(tmp_path)
     assert first.take() == "taken: None"
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits for a holder that is alive"))
-    with raises_error("run-locked", where=str(tmp_path / NAME), fix="run.dir") as refused:
+    with raises_error("run-locked", where=str(tmp_path / LOCK_FILE), fix="run.dir") as refused:
         Lock(tmp_path, patience=30).take()
     assert f"pid {first.pid} on {socket.gethostname()}" in refused.error.message
     assert refused_by(started(tmp_path).take(), first.pid)
@@ -48,10 +48,10 @@ def test_a_released_lock_and_that_of_an_ended_process_are_free_without_a_message
     first = started(tmp_path)
     first.take()
     first.end()
-    assert (tmp_path / NAME).read_bytes() == b""
+    assert (tmp_path / LOCK_FILE).read_bytes() == b""
     with Lock(tmp_path):
-        assert (tmp_path / NAME).read_bytes() != b""
-    assert (tmp_path / NAME).read_bytes() == b""
+        assert (tmp_path / LOCK_FILE).read_bytes() != b""
+    assert (tmp_path / LOCK_FILE).read_bytes() == b""
     assert started(tmp_path).take() == "taken: None"
 
 
@@ -72,7 +72,7 @@ def test_of_those_that_start_in_the_same_moment_one_gets_it(tmp_path: Path, star
     loop = """
 import sys
 from pathlib import Path
-from valence.runs.lock import Lock
+from valence.storage import Lock
 from valence.errors import UserError
 print("ready", flush=True)
 for line in sys.stdin:
@@ -114,10 +114,10 @@ def test_the_folder_may_be_moved_while_it_is_held(tmp_path: Path, started: Any) 
     assert refused_by(started(aside).take(), os.getpid())
     other = started(old)
     assert other.take() == "taken: None"
-    first = (aside / NAME).stat().st_mtime_ns
-    wait_until(lambda: (aside / NAME).stat().st_mtime_ns > first)
+    first = (aside / LOCK_FILE).stat().st_mtime_ns
+    wait_until(lambda: (aside / LOCK_FILE).stat().st_mtime_ns > first)
     ours.release()
-    assert (aside / NAME).read_bytes() == b""
+    assert (aside / LOCK_FILE).read_bytes() == b""
     assert started(aside).take() == "taken: None"
     result = holder(old)
     assert result is not None
@@ -142,8 +142,8 @@ def test_a_folder_moved_between_opening_and_locking_is_not_confused_with_a_new_o
         patch.setattr(fcntl, "flock", moved_first)
         Lock(run, **QUICK).take()
     assert len(calls) == 2
-    assert (run / NAME).stat().st_size > 0
-    assert (tmp_path / "aside" / NAME).stat().st_size == 0
+    assert (run / LOCK_FILE).stat().st_size > 0
+    assert (tmp_path / "aside" / LOCK_FILE).stat().st_size == 0
 
 
 def test_taking_and_releasing_twice_is_the_same_as_once(tmp_path: Path, started: Any) -> None:
@@ -222,7 +222,9 @@ def test_a_read_only_folder_is_reported(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", refuses)
-    with raises_error("file-not-writable", where=str(tmp_path / NAME), fix="run.dir") as refused:
+    with raises_error(
+        "file-not-writable", where=str(tmp_path / LOCK_FILE), fix="run.dir"
+    ) as refused:
         Lock(tmp_path).take()
     assert os.strerror(number) in refused.error.message
 
@@ -234,11 +236,13 @@ def test_no_room_and_no_folder_are_no_lock(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with raises_error("file-not-writable", where=str(tmp_path / NAME)) as no_room:
+    with raises_error("file-not-writable", where=str(tmp_path / LOCK_FILE)) as no_room:
         Lock(tmp_path, **QUICK).take()
     assert os.strerror(errno.ENOSPC) in no_room.error.message
     assert started(tmp_path).take() == "taken: None"
-    with raises_error("file-not-writable", where=str(tmp_path / "nowhere" / NAME)) as no_folder:
+    with raises_error(
+        "file-not-writable", where=str(tmp_path / "nowhere" / LOCK_FILE)
+    ) as no_folder:
         Lock(tmp_path / "nowhere").take()
     assert os.strerror(errno.ENOENT) in no_folder.error.message
 
@@ -263,7 +267,7 @@ def test_inspecting_a_lock_names_its_holder_and_changes_nothing(
     assert holder(tmp_path) is None
     other = started(tmp_path)
     other.take()
-    before = (tmp_path / NAME).read_bytes()
+    before = (tmp_path / LOCK_FILE).read_bytes()
     result = holder(tmp_path)
     assert result is not None
     assert (result.host, result.pid, result.alive) == (socket.gethostname(), other.pid, True)
@@ -272,4 +276,4 @@ def test_inspecting_a_lock_names_its_holder_and_changes_nothing(
     result = holder(tmp_path)
     assert result is not None
     assert not result.alive
-    assert (tmp_path / NAME).read_bytes() == before
+    assert (tmp_path / LOCK_FILE).read_bytes() == before

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.process_groups import run
 from tests.errors import raises_error
+from valence import storage
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
 from valence.errors import UserError
@@ -165,7 +166,7 @@ FAULTS: list[tuple[int, Any, str]] = [
     (2, Path, "is_dir"),
     (3, HuggingFaceStorageWriter, "write_data"),
     (1, hashlib, "file_digest"),
-    (0, store, "fsync_path"),
+    (0, storage, "fsync_path"),
 ]
 """The rank that fails, and the function that fails there."""
 
@@ -397,7 +398,7 @@ def exports(
     for name, case in CASES.items():
         exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.options)
     for place in ("save_file", "fsync_path"):
-        where: Any = exporting if place == "save_file" else store
+        where: Any = exporting if place == "save_file" else storage
         original = getattr(where, place)
         if group.rank == 0:
             setattr(where, place, _full)

@@ -16,7 +16,7 @@ from tests.command import command_error
 from tests.sweeps.conftest import GRID, num_logged, read, start, starts, states, sweep, wait_for
 from tests.sweeps.trial_program import STEPS, objective
 from valence.errors import UserError
-from valence.runs.lock import Lock, holder
+from valence.storage import Lock, holder
 from valence.sweeps import run
 from valence.sweeps.run import SweepRunner
 from valence.sweeps.sweep import run_sweep

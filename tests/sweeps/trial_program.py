@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from valence.checksums import add_checksum
-from valence.runs.lock import Lock
+from valence.storage import Lock, add_checksum
 
 STEPS, EVERY = 6, 2
 

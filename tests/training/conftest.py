@@ -17,8 +17,8 @@ from tests.training.resuming import Undisturbed, killed, settings, settings_for,
 from tests.training.scoring import FILES, write
 from tests.training.test_run import finished, folder, recipe
 from valence import cli
-from valence.checksums import add_checksum
 from valence.jobs import score_rows as module
+from valence.storage import add_checksum
 
 __all__ = ["finished", "folder", "settings"]
 

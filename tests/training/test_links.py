@@ -17,11 +17,10 @@ from tests.training.conftest import SharedRuns
 from tests.training.resuming import settings, train
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
-from valence.files import make_folder, open_file
 from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import ScoreCache
 from valence.runs.folder import FOLDERS
-from valence.runs.store import atomic_folder, write_atomically
+from valence.storage import atomic_folder, make_folder, open_file, write_atomically
 from valence.types import Score
 
 __all__ = ["folder", "settings"]

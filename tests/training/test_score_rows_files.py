@@ -22,12 +22,12 @@ from tests.errors import raises_error
 from tests.programs import Program
 from tests.training.scoring import ALL, FILES, read, score, score_all, write
 from valence import cli
-from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.jobs import score_rows as module
 from valence.jobs.row_job import OutputFile
 from valence.lifecycle.scorers import LogProbScorer
+from valence.storage import add_checksum
 from valence.types import MicroBatch
 
 # Stopping and going on

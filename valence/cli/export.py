@@ -28,7 +28,8 @@ from valence.cli.common import (
 )
 from valence.cli.models import open_run_or_recipe
 from valence.errors import UserError
-from valence.files import check_path, lock_file
+from valence.files import check_path
+from valence.storage import lock_file
 from valence.terminal import Terminal, print_message, write_line
 
 if TYPE_CHECKING:
@@ -354,7 +355,7 @@ def _write(
 ) -> list[str]:
     """Write the folder, which gets its name once it is complete."""
     from valence.export.artifacts import write_gguf_files
-    from valence.runs.store import atomic_folder
+    from valence.storage import atomic_folder
 
     if not types:
         writer.write(to, "adapter" if adapter else "merged")

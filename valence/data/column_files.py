@@ -25,9 +25,8 @@ from zlib import crc32
 
 import numpy as np
 
-from valence.checksums import ChecksumError, add_checksum, verify
 from valence.data.tokenized_dataset import Array
-from valence.files import read_json
+from valence.storage import ChecksumError, add_checksum, read_json, verify
 
 ENTRY_FILE = "entry.json"
 FORMAT = 1

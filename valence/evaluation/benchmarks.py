@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
-from valence.files import read_json
+from valence.storage import read_json
 
 RESULT_FILES = "results_*.json"
 """Files that lm-eval writes to a folder."""

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from valence.checksums import verify
 from valence.data.importers.records import Vote
 from valence.data.importers.rows import latest_votes
 from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, PairVerdict
+from valence.storage import verify
 from valence.types import Completion
 
 PREFERENCES = {"this": 1.0, "other": 0.0, "tie": 0.5, "both_bad": 0.5}

@@ -30,8 +30,7 @@ from valence.export.ollama import modelfile
 from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
 from valence.export.verify import ExportDifference, Verification, compare
 from valence.export.vllm import MAX_LOGPROBS, run_vllm
-from valence.files import read_json
-from valence.runs.store import write_atomically
+from valence.storage import read_json, write_atomically
 
 REPORT = "verification.json"
 SECTION = "## Verification"

@@ -29,7 +29,7 @@ from valence.export.gguf_file import (
 )
 from valence.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from valence.export.verify import MAX_SHOWN, ExportDifference, extra_stop
-from valence.files import read_json
+from valence.storage import read_json
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "Q8_0": (0.005, 0.002),

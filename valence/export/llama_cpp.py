@@ -22,7 +22,7 @@ import numpy as np
 
 from valence.errors import UserError
 from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult
-from valence.files import read_json
+from valence.storage import read_json
 
 SETTING = "VALENCE_LLAMA_CPP"
 """Environment variable with the folder in which node-llama-cpp was installed."""

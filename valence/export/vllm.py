@@ -14,9 +14,9 @@ import numpy as np
 
 from valence.errors import UserError
 from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult, log_softmax
-from valence.files import read_json
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost
 from valence.rollouts.servers import LORA_RANKS, PYTHON, Server, is_cpu_build
+from valence.storage import read_json
 
 NAME = "exported"
 """Name of the model, or of the adapter, in requests."""

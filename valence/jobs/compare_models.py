@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from valence.checksums import add_checksum, verify
 from valence.config.parse import from_yaml
 from valence.config.schema import RewardSettings
 from valence.data.load import stream
@@ -45,7 +44,7 @@ from valence.evaluation.calibration import (
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
 from valence.evaluation.votes import read_votes
-from valence.files import check_path, read_json
+from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, partial_path, replace_file
 from valence.jobs.run_benchmarks import (
@@ -69,8 +68,7 @@ from valence.rewards.build import (
     reward_names,
 )
 from valence.rewards.cache import digest
-from valence.runs.lock import NAME as LOCK_NAME
-from valence.runs.lock import Lock
+from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
@@ -533,7 +531,7 @@ class ComparisonFolder:
                 fix="set --out to a folder",
             )
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
-        if names - {partial_path(path / PROMPTS).name, LOCK_NAME} and PROMPTS not in names:
+        if names - {partial_path(path / PROMPTS).name, LOCK_FILE} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",

@@ -23,12 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from valence.checksums import add_checksum, verify
 from valence.data.importers.records import Vote
 from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest_votes
 from valence.errors import UserError
-from valence.files import check_path, lock_file, open_file, read_json, refuse_links, write_all
+from valence.files import check_path, refuse_links
 from valence.jobs.row_job import as_line
+from valence.storage import add_checksum, lock_file, open_file, read_json, verify, write_all
 from valence.version import __version__
 
 ELSEWHERE = "choose another file with --out"

@@ -22,14 +22,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from valence.checksums import add_checksum, verify
 from valence.data.formats import lookup
 from valence.data.label_audit import content_text
 from valence.data.values import thumb
 from valence.errors import UserError
-from valence.files import open_file, refuse_links, write_all
+from valence.files import refuse_links
 from valence.jobs.audit_labels import RatedRow, RowAudit, with_column, with_info
 from valence.jobs.row_job import as_line
+from valence.storage import add_checksum, open_file, verify, write_all
 from valence.types import Chat, Content, Judgement, content_id
 
 Choice = Literal["keep", "flip", "drop", "score"]

@@ -26,12 +26,12 @@ from zlib import crc32
 
 from rich.console import Console
 
-from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
-from valence.files import check_path, read_json
+from valence.files import check_path
 from valence.reports.console import Progress
 from valence.runs.signals import Stop
+from valence.storage import add_checksum, read_json, verify
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.version import __version__
 

@@ -26,12 +26,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from valence.checksums import add_checksum, verify
 from valence.config.load import LISTS
 from valence.distributed.process_group import SingleProcess
 from valence.errors import UserError, install_command
 from valence.evaluation.benchmarks import ADDRESS, BenchmarkResult, compare_results
-from valence.files import read_json
 from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.lifecycle.restore import open_run
@@ -39,6 +37,7 @@ from valence.lifecycle.saved_models import At
 from valence.models.digest import model_digest
 from valence.network import hub_problem
 from valence.reports.console import Progress
+from valence.storage import add_checksum, read_json, verify
 from valence.terminal import print_message
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import load_target

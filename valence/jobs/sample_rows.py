@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from valence.checksums import add_checksum, verify
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
@@ -35,6 +34,7 @@ from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
+from valence.storage import add_checksum, verify
 from valence.trainer.evaluate import as_text
 from valence.trainer.sampling import PolicySampler, check_can_generate
 from valence.trainer.targets import is_run, load_target, with_files

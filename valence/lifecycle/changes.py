@@ -17,12 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from valence.checksums import KEY, checksum
 from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.methods import method_of
 from valence.models.policy_model import PolicyModel
 from valence.runs.folder import versions
+from valence.storage import KEY, checksum
 from valence.trainer.prepare import Corpus, Prepared
 
 FREE = (

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
-from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import gather_objects, run_on_first_rank
 from valence.distributed.tensor_parallel import local
 from valence.errors import UserError
-from valence.files import read_json
 from valence.lifecycle.reference_cache import passes
 from valence.models.cache import CachedReference
 from valence.online.rounds import Rounds, describe_exclusions
@@ -21,6 +19,7 @@ from valence.rollouts.protocol import Sampling
 from valence.runs.folder import RunFolder, as_json, now
 from valence.runs.signals import Interrupted
 from valence.runs.store import Snapshot
+from valence.storage import add_checksum, read_json, verify
 from valence.terminal import output_errors, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.sampling import NOT_FINITE_FIX

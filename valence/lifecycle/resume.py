@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from valence.checksums import add_checksum, add_checksum_line
 from valence.config.describe import shorten_value
 from valence.config.load import LoadedRecipe
 from valence.data.audit_text import audited
@@ -34,6 +33,7 @@ from valence.reports.formatting import visible
 from valence.runs import store
 from valence.runs.checkpoints import Checkpoints, Saved
 from valence.runs.folder import RunFolder, now, versions
+from valence.storage import add_checksum, add_checksum_line
 from valence.trainer.prepare import Prepared
 from valence.trainer.state import HEAVY, TrainState
 from valence.trainer.trainer import Trainer

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valence.errors import UserError
-from valence.files import make_folder
+from valence.storage import make_folder
 
 Array = NDArray[np.floating[Any]]
 Header = Mapping[str, Any]

@@ -20,8 +20,8 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
-from valence.files import read_json
 from valence.models.quantized import packed_weights
+from valence.storage import read_json
 
 FILES = {
     "model.safetensors": "model.safetensors.index.json",

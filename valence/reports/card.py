@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valence.files import is_hub_id, read_json
+from valence.files import is_hub_id
 from valence.reports.formatting import audit_tables, audit_warnings, compare, exact, text, visible
 from valence.reports.rendering import render
+from valence.storage import read_json
 
 MAX_ROWS = 30
 """Rows shown of one table of the data."""

@@ -20,8 +20,8 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from valence.files import open_file, write_all
 from valence.reports.formatting import duration, exact, number, text, visible
+from valence.storage import open_file, write_all
 
 SOURCES = {
     path.name: path.read_text(encoding="utf-8")

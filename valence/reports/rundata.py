@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valence.checksums import KEY, ChecksumError, verify, verify_text
 from valence.files import missing_run
 from valence.reports.formatting import audit_warnings
 from valence.reports.rows import Json, margin, rewards_by_class
 from valence.reports.stats import quantile
+from valence.storage import KEY, ChecksumError, verify, verify_text
 
 T = TypeVar("T")
 

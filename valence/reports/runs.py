@@ -18,11 +18,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
-from valence.files import missing_run, read_json
+from valence.files import missing_run
 from valence.reports.formatting import duration, number, visible
-from valence.runs.lock import holder
+from valence.storage import ChecksumError, holder, read_json, verify, verify_text
 
 DEPTH = 4
 """Levels of folders in which runs are searched."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from valence.errors import UserError
-from valence.files import open_file
+from valence.storage import open_file
 
 Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""

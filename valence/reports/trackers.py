@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from valence.checksums import add_checksum, verify
 from valence.errors import UserError, install_command
-from valence.files import make_folder, open_file, read_json, refuse_links, write_all
+from valence.files import refuse_links
 from valence.network import has_credentials
 from valence.reports.formatting import exact, number, visible
 from valence.reports.sinks import SAMPLES, Record, Sink, capture_error, samples
+from valence.storage import add_checksum, make_folder, open_file, read_json, verify, write_all
 from valence.user_code.plugins import load_plugin
 
 LIBRARIES = {

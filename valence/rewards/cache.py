@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valence.checksums import add_checksum, verify
 from valence.errors import UserError
-from valence.files import make_folder, open_file
 from valence.rewards.calls import Calls
+from valence.storage import add_checksum, make_folder, open_file, verify
 from valence.types import Completion, Score
 from valence.version import __version__
 

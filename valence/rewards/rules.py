@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from valence.errors import UserError, field_problem, install_command
-from valence.files import read_json
 from valence.rewards.calls import RewardError
 from valence.rewards.maths import FormulaComparer
 from valence.rewards.threads import TimedOut, in_thread
+from valence.storage import read_json
 from valence.types import Completion, Score
 from valence.user_code.attempt import Raised, attempt
 

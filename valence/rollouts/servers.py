@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Literal
 
 from valence.errors import UserError
-from valence.files import make_folder, open_file
 from valence.rollouts import vllm_plugin
 from valence.rollouts.client import POLL_SECONDS, ServerClient
 from valence.rollouts.vllm_plugin import free_port
+from valence.storage import make_folder, open_file
 
 PYTHON = "VALENCE_VLLM_PYTHON"
 """Environment variable with the Python of an environment that has vLLM."""

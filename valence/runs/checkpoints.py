@@ -20,16 +20,9 @@ from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
-from valence.files import read_json, refuse_links
-from valence.runs.store import (
-    PLAIN,
-    Snapshot,
-    Write,
-    agreed,
-    atomic_folder,
-    fsync_path,
-    temporary_path,
-)
+from valence.files import refuse_links
+from valence.runs.store import PLAIN, Snapshot, Write, agreed
+from valence.storage import atomic_folder, fsync_path, read_json, temporary_path
 
 FORMAT = 2
 MANIFEST = "manifest.json"

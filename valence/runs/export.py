@@ -16,14 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.distributed.process_group import Group
 from valence.errors import UserError
-from valence.files import read_json
-from valence.runs.store import (
-    agreed,
-    atomic_folder,
-    is_sharded,
-    temporary_path,
-    without_shared_memory,
-)
+from valence.runs.store import agreed, is_sharded, without_shared_memory
+from valence.storage import atomic_folder, read_json, temporary_path
 
 MAX_FILE_BYTES = 5 * 10**9
 """Maximum size of a file of weights."""

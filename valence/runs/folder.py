@@ -13,12 +13,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from valence.checksums import add_checksum, verify
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
-from valence.files import check_path, read_json, refuse_links
-from valence.runs.lock import NAME, Lock
-from valence.runs.store import write_atomically
+from valence.files import check_path, refuse_links
+from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify, write_atomically
 
 FOLDERS = (
     "eval",
@@ -98,7 +96,7 @@ class RunFolder:
                 fix="choose another run.dir",
             )
         if path.is_dir() and any(path.iterdir()):
-            if not ((path / NAME).is_file() or (path / "run.json").is_file()):
+            if not ((path / LOCK_FILE).is_file() or (path / "run.json").is_file()):
                 raise UserError(
                     "the folder contains files that are not from a run",
                     code="folder-not-empty",

@@ -1,13 +1,8 @@
-"""Nested state as files: tensors as safetensors, everything else as JSON.
-
-Folders are written under a temporary name and renamed, so that they are complete or absent.
-"""
+"""Nested state as files: tensors as safetensors, everything else as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +16,8 @@ from torch import Tensor
 
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
-from valence.files import open_file, read_json, refuse_links, write_all
+from valence.storage import read_json
 
-UMASK = os.umask(0)
-os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
 TENSOR, DICT = "__tensor__", "__dict__"
 TENSORS, PLAIN = "tensors.safetensors", "state.json"
 Write = Callable[[Path, Mapping[str, Tensor], Group | None], list[Path]]
@@ -32,80 +25,6 @@ Write = Callable[[Path, Mapping[str, Tensor], Group | None], list[Path]]
 group call it."""
 Read = Callable[[Path, Mapping[str, Tensor]], None]
 """Fills tensors, sharded or not, with the tensors of the same names in a folder."""
-
-
-@contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` if the block succeeds, replacing an older one.
-
-    Raises UserError if it cannot be written or is reached through a symbolic link; nothing
-    incomplete is left behind.
-    """
-    temporary = temporary_path(target)
-    for path in (temporary, _old_path(target)):
-        refuse_links(path, target.parent)
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _publish(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"the folder cannot be written ({error})",
-            code="file-not-writable",
-            where=str(target),
-            fix="free disk space, or choose another folder",
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def temporary_path(target: Path) -> Path:
-    """The name of a folder while it is written."""
-    return target.with_name(f".{target.name}.part")
-
-
-def _old_path(target: Path) -> Path:
-    """The name of a folder while it is replaced."""
-    return target.with_name(f".{target.name}.old")
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    """Rename a complete folder, once all of it is on the disk."""
-    for path in sorted(temporary.rglob("*")):
-        if path.is_file():
-            path.chmod(0o666 & ~UMASK)  # safetensors makes files readable for the owner only
-        fsync_path(path)
-    fsync_path(temporary)
-    old = _old_path(target)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    fsync_path(target.parent)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomically(target: Path, content: bytes, root: Path) -> None:
-    """Write a file below ``root``; a crash leaves the old content or the new.
-
-    Raises OSError, and UserError for a symbolic link on the way.
-    """
-    temporary = target.with_name(f".{target.name}.part")
-    with open_file(temporary, root) as file:
-        write_all(file, content)
-        os.fsync(file.fileno())
-    temporary.replace(target)
-    fsync_path(target.parent)
 
 
 @contextmanager

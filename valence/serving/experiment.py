@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from valence.checksums import add_checksum, verify
 from valence.errors import UserError
-from valence.files import refuse_links, write_all
+from valence.files import refuse_links
 from valence.serving.sequential import (
     ALPHA,
     MIN_VOTES,
@@ -24,6 +23,7 @@ from valence.serving.sequential import (
     rate_interval,
     sequential_test,
 )
+from valence.storage import add_checksum, verify, write_all
 
 Side = Literal["a", "b"]
 SIDES: tuple[Side, Side] = ("a", "b")

@@ -14,17 +14,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from valence.checksums import add_checksum, verify
 from valence.data.importers import records
 from valence.data.importers.records import HashedRater, Vote, hash_rater
 from valence.data.importers.rows import RowKind, make_rows, pairs_left_out
 from valence.errors import UserError
-from valence.files import refuse_links, write_all
+from valence.files import refuse_links
 from valence.jobs.import_store import ImportStore
 from valence.jobs.row_job import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
 from valence.serving.prompts import prompt_id
+from valence.storage import add_checksum, verify, write_all
 from valence.types import Completion, Message, Origin
 
 SOURCE = "valence"

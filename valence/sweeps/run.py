@@ -23,16 +23,14 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from valence.checksums import checksum
 from valence.config.schema import seconds_of
 from valence.distributed.launcher import STOPPED, end_with_parent
 from valence.errors import UserError
-from valence.files import read_json
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
-from valence.runs.lock import holder
+from valence.storage import checksum, holder, read_json
 from valence.sweeps.grid import Grid, label_of, load
 from valence.sweeps.objective import Objectives
 from valence.sweeps.state import LOGS, REFERENCE, SweepState, Trial

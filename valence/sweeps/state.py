@@ -14,13 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from valence.checksums import add_checksum, verify
 from valence.config.load import LoadedRecipe
 from valence.errors import UserError
-from valence.files import check_path, read_json
+from valence.files import check_path
 from valence.reports.rendering import write_atomically
-from valence.runs.lock import NAME as LOCK_NAME
-from valence.runs.lock import Lock
+from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify
 from valence.sweeps.grid import Configuration, folder_name, key_of
 
 STATE_FILE, PAGE, TRIALS, LOGS, REFERENCE = (
@@ -261,7 +259,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in folder.iterdir()} - {LOCK_NAME}
+        names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     except OSError as error:
         raise UserError(
             f"the folder cannot be used ({error.strerror})",

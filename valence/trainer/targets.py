@@ -17,11 +17,11 @@ from valence.config.schema import Data, Recipe, SourceSettings
 from valence.data.kind_names import METHOD_FOR
 from valence.data.load import fitting_mapping
 from valence.errors import UserError
-from valence.files import read_json
 from valence.methods import Method
 from valence.models.loading import loading
 from valence.reports.runs import config_of
 from valence.runs.folder import read_object
+from valence.storage import read_json
 from valence.trainer.prepare import with_dtype
 from valence.user_code.load import is_import_path
 

@@ -1,7 +1,6 @@
-"""A lock that allows one run at a time in a folder, and that a dead process does not keep.
+"""Files that survive a crash: checksums, atomic files and folders, and locks.
 
-The kernel's lock (flock) decides where the file system has one. The file's content names the
-holder, and decides on file systems without locks or whose locks are not visible to other hosts.
+Symbolic links below a folder with untrusted content are refused.
 """
 
 from __future__ import annotations
@@ -11,21 +10,236 @@ import errno
 import fcntl
 import json
 import os
+import re
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, BinaryIO
+from zlib import crc32
+
+from safetensors import SafetensorError
 
 from valence.errors import UserError
+from valence.files import link_error, refuse_links
 
-NAME = "run.lock"
+KEY = "crc"
+"""Key in a JSON object: the CRC-32 of its other entries, independent of formatting."""
+
+LAST_LINE = re.compile(r"# crc of the lines above: ([0-9a-f]{8})\n?\Z")
+
+UMASK = os.umask(0)
+
+os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
+LOCK_FILE = "run.lock"
+
 BEAT, WATCH, PATIENCE = 15.0, 40.0, 1.0  # seconds
+
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+# Checksums
+
+
+class ChecksumError(ValueError):
+    """Content that has changed since it was written."""
+
+
+def checksum(value: Any) -> int:
+    """The CRC-32 of a value as JSON, with ``default=str`` for values that JSON does not support."""
+    plain = json.loads(json.dumps(value, default=str))
+    return crc32(json.dumps(plain, sort_keys=True).encode())
+
+
+def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The object with its checksum as the last key."""
+    entries = {name: item for name, item in value.items() if name != KEY}
+    return {**entries, KEY: checksum(entries)}
+
+
+def verify(value: Mapping[str, Any], *, required: bool = False) -> dict[str, Any]:
+    """The object without its checksum.
+
+    Raises ChecksumError if it is wrong, or missing and ``required``.
+    """
+    entries = {name: item for name, item in value.items() if name != KEY}
+    if KEY in value and value[KEY] != checksum(entries):
+        raise ChecksumError("wrong checksum: it has changed since it was written")
+    if required and KEY not in value:
+        raise ChecksumError("it has no checksum")
+    return entries
+
+
+def add_checksum_line(text: str) -> str:
+    """Add a comment as the last line with the checksum of the lines above."""
+    return f"{text}# crc of the lines above: {crc32(text.encode()):08x}\n"
+
+
+def verify_text(text: str) -> None:
+    """Raise ChecksumError if the last line has a checksum that does not match the lines above."""
+    match = LAST_LINE.search(text)
+    if match and int(match[1], 16) != crc32(text[: match.start()].encode()):
+        raise ChecksumError(
+            "the checksum in the last line does not match: the file has changed since it was "
+            "written"
+        )
+
+
+# Files
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError, and ValueError for another content."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deeply") from None
+
+
+def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
+    """Open a file below ``root`` unbuffered, to overwrite it or append to it.
+
+    Raises UserError if the file or a folder in its path is a symbolic link, and OSError if it
+    cannot be opened.
+    """
+    refuse_links(path.parent, root)
+    flags = (
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_NOFOLLOW
+        | os.O_CLOEXEC
+        | (os.O_APPEND if append else os.O_TRUNC)
+    )
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise link_error(path) from error
+        raise
+    return os.fdopen(handle, "ab" if append else "wb", buffering=0)
+
+
+def make_folder(path: Path, root: Path) -> None:
+    """Create a folder below ``root``, if it does not exist.
+
+    Raises UserError like ``open_file``, and OSError.
+    """
+    refuse_links(path, root)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def write_all(file: BinaryIO, content: bytes) -> None:
+    """Write all of the content to an unbuffered file. Raises OSError."""
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_atomically(target: Path, content: bytes, root: Path) -> None:
+    """Write a file below ``root``; a crash leaves the old content or the new.
+
+    Raises OSError, and UserError for a symbolic link on the way.
+    """
+    temporary = target.with_name(f".{target.name}.part")
+    with open_file(temporary, root) as file:
+        write_all(file, content)
+        os.fsync(file.fileno())
+    temporary.replace(target)
+    fsync_path(target.parent)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Folders
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` if the block succeeds, replacing an older one.
+
+    Raises UserError if it cannot be written or is reached through a symbolic link; nothing
+    incomplete is left behind.
+    """
+    temporary = temporary_path(target)
+    for path in (temporary, _old_path(target)):
+        refuse_links(path, target.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _publish(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the folder cannot be written ({error})",
+            code="file-not-writable",
+            where=str(target),
+            fix="free disk space, or choose another folder",
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_path(target: Path) -> Path:
+    """The name of a folder while it is written."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _old_path(target: Path) -> Path:
+    """The name of a folder while it is replaced."""
+    return target.with_name(f".{target.name}.old")
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Rename a complete folder, once all of it is on the disk."""
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            path.chmod(0o666 & ~UMASK)  # safetensors makes files readable for the owner only
+        fsync_path(path)
+    fsync_path(temporary)
+    old = _old_path(target)
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    fsync_path(target.parent)
+
+
+# Locks
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[bool]:
+    """Lock a file, which is created for that and removed at the end.
+
+    Yields whether this process has the lock; otherwise another one has it. Raises OSError.
+    """
+    refuse_links(path, path.parent)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_locked = False
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -50,7 +264,7 @@ def holder(folder: Path) -> Holder | None:
     clock.
     """
     try:
-        with (folder / NAME).open("rb") as file:
+        with (folder / LOCK_FILE).open("rb") as file:
             return _read_holder(file.fileno())
     except OSError:
         return None
@@ -69,7 +283,7 @@ class Lock:
     def __init__(
         self, folder: Path, *, beat: float = BEAT, watch: float = WATCH, patience: float = PATIENCE
     ) -> None:
-        self.path = folder / NAME
+        self.path = folder / LOCK_FILE
         self.beat, self.watch, self.patience = beat, watch, patience
         self._ended = threading.Event()
 
@@ -165,7 +379,7 @@ class Lock:
                 raise self._refusal(_read_holder(fd))
         self._fd, self._key = fd, _identity(os.fstat(fd))
         self._ended.clear()
-        self._thread = threading.Thread(target=self._touch, name=NAME, daemon=True)
+        self._thread = threading.Thread(target=self._touch, name=LOCK_FILE, daemon=True)
         self._thread.start()
         _held[self._key] = self
 
