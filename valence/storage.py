@@ -1,6 +1,7 @@
-"""Files that survive a crash: checksums, atomic files and folders, and locks.
+"""Files that survive a crash: checksums, atomic files and folders, locks, and append-only journals.
 
-Symbolic links below a folder with untrusted content are refused.
+A killed process leaves a file or folder in its old or its new state, and a journal with all lines
+that were confirmed. Symbolic links below a folder with untrusted content are refused.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, Self, TypeVar
 from zlib import crc32
 
 from safetensors import SafetensorError
@@ -30,19 +33,20 @@ from valence.files import link_error, refuse_links
 
 KEY = "crc"
 """Key in a JSON object: the CRC-32 of its other entries, independent of formatting."""
-
 LAST_LINE = re.compile(r"# crc of the lines above: ([0-9a-f]{8})\n?\Z")
 
 UMASK = os.umask(0)
-
 os.umask(UMASK)  # read once, at import: reading sets it for a moment, and saves use threads
 LOCK_FILE = "run.lock"
-
 BEAT, WATCH, PATIENCE = 15.0, 40.0, 1.0  # seconds
-
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+T = TypeVar("T")
+OnDamage = Callable[[int, Exception], Exception | None]
+"""Called with the number of a damaged line, from 1, and what is wrong with it. Returns the error to
+raise, or None to skip the line.
+"""
 
 
 # Checksums
@@ -111,11 +115,10 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
     """
     refuse_links(path.parent, root)
     flags = (
-        os.O_WRONLY
-        | os.O_CREAT
+        os.O_CREAT
         | os.O_NOFOLLOW
         | os.O_CLOEXEC
-        | (os.O_APPEND if append else os.O_TRUNC)
+        | (os.O_RDWR | os.O_APPEND if append else os.O_WRONLY | os.O_TRUNC)
     )
     try:
         handle = os.open(path, flags, 0o666)
@@ -123,7 +126,7 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
         if error.errno == errno.ELOOP:
             raise link_error(path) from error
         raise
-    return os.fdopen(handle, "ab" if append else "wb", buffering=0)
+    return os.fdopen(handle, "a+b" if append else "wb", buffering=0)
 
 
 def make_folder(path: Path, root: Path) -> None:
@@ -142,17 +145,63 @@ def write_all(file: BinaryIO, content: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def write_atomically(target: Path, content: bytes, root: Path) -> None:
+def part_path(target: Path) -> Path:
+    """The name of a file or folder while it is written."""
+    return target.with_name(f".{target.name}.part")
+
+
+def write_part(target: Path, content: bytes | str, root: Path | None = None) -> None:
+    """Write the new content of a file below ``root`` to the disk, for ``publish``.
+
+    root: default: the folder of the file. Raises OSError, and UserError for a symbolic link.
+    """
+    raw = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+    with open_file(part_path(target), root or target.parent) as file:
+        write_all(file, raw)
+        os.fsync(file.fileno())
+
+
+def publish(target: Path) -> None:
+    """Replace a file by its new content. Raises OSError."""
+    part_path(target).replace(target)
+    fsync_path(target.parent)
+
+
+def atomic_write(target: Path, content: bytes | str, root: Path | None = None) -> None:
     """Write a file below ``root``; a crash leaves the old content or the new.
 
     Raises OSError, and UserError for a symbolic link on the way.
     """
-    temporary = target.with_name(f".{target.name}.part")
-    with open_file(temporary, root) as file:
-        write_all(file, content)
-        os.fsync(file.fileno())
-    temporary.replace(target)
-    fsync_path(target.parent)
+    try:
+        write_part(target, content, root)
+        publish(target)
+    except OSError:
+        with suppress(OSError):
+            part_path(target).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing(
+    path: Path, fix: str = "free disk space, or make the folder writable"
+) -> Iterator[None]:
+    """Raise an OSError of the block as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be written ({error.strerror or error})",
+            code="file-not-writable",
+            where=str(path),
+            fix=fix,
+        ) from error
+
+
+def rename(path: Path, names: Iterable[Path]) -> Path:
+    """Rename a file or folder to the first name that is free, and return that. Raises OSError."""
+    free = next(name for name in names if not os.path.lexists(name))
+    path.rename(free)
+    return free
 
 
 def fsync_path(path: Path) -> None:
@@ -174,14 +223,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     Raises UserError if it cannot be written or is reached through a symbolic link; nothing
     incomplete is left behind.
     """
-    temporary = temporary_path(target)
+    temporary = part_path(target)
     for path in (temporary, _old_path(target)):
         refuse_links(path, target.parent)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        _publish(temporary, target)
+        publish_folder(temporary, target)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"the folder cannot be written ({error})",
@@ -193,17 +242,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def temporary_path(target: Path) -> Path:
-    """The name of a folder while it is written."""
-    return target.with_name(f".{target.name}.part")
-
-
 def _old_path(target: Path) -> Path:
     """The name of a folder while it is replaced."""
     return target.with_name(f".{target.name}.old")
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def publish_folder(temporary: Path, target: Path) -> None:
     """Rename a complete folder, once all of it is on the disk."""
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
@@ -222,23 +266,35 @@ def _publish(temporary: Path, target: Path) -> None:
 # Locks
 
 
+def open_locked(path: Path, mode: str = "a+b") -> BinaryIO | None:
+    """Open a file that one process at a time may use, until it is closed. None: another one has it,
+    or has renamed it just now.
+
+    Raises OSError.
+    """
+    refuse_links(path, path.parent)
+    with ExitStack() as stack:
+        file: Any = stack.enter_context(path.open(mode, buffering=0))
+        with suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                stack.pop_all()
+                return file
+    return None
+
+
 @contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
     """Lock a file, which is created for that and removed at the end.
 
     Yields whether this process has the lock; otherwise another one has it. Raises OSError.
     """
-    refuse_links(path, path.parent)
-    with path.open("ab") as file:
+    file = open_locked(path)
+    with file or nullcontext():
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_locked = False
-        try:
-            yield is_locked
+            yield file is not None
         finally:
-            if is_locked:
+            if file is not None:
                 path.unlink(missing_ok=True)
 
 
@@ -494,3 +550,228 @@ def start_ticks(pid: int) -> int:
     except OSError:  # another user's process, or no /proc
         return 0
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+# Journals
+
+
+def json_line(value: Mapping[str, Any]) -> bytes:
+    """An object as a line; values that JSON does not support are written as text.
+
+    Raises ValueError for a number that is not finite.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    try:
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return f"{json.dumps(value, allow_nan=False, default=str)}\n".encode()
+
+
+class InUseError(Exception):
+    """Another process has locked the file."""
+
+
+class LineFile:
+    """A file to whose end one process appends lines.
+
+    What a killed process has left of an incomplete line is cut off; ``num_cut`` is its size in
+    bytes. size: of the complete lines, in bytes.
+
+    lock: keep other processes from opening the file, which raises InUseError there. create: create
+    the file at once, and not with the first line. sync: lines are on the disk when ``write``
+    returns. Raises OSError.
+    """
+
+    def __init__(
+        self, path: Path, *, lock: bool = False, create: bool = True, sync: bool = True
+    ) -> None:
+        self.path, self.num_cut, self._sync = path, 0, sync
+        self._mutex = threading.Lock()
+        self._ends = array("q")
+        self._file: BinaryIO | None = None
+        if lock:
+            self._file = open_locked(path)
+            if self._file is None:
+                raise InUseError(str(path))
+        elif create or path.exists():
+            self._file = open_file(path, path.parent, append=True)
+        if self._file is not None:
+            with ExitStack() as failing:
+                failing.callback(self._file.close)
+                self._find_ends(self._file)
+                failing.pop_all()
+
+    def _find_ends(self, file: BinaryIO) -> None:
+        position = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    self.num_cut = len(line)
+                    file.truncate(position)
+                    break
+                position += len(line)
+                self._ends.append(position)
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def lines(self) -> Iterator[bytes]:
+        """All lines, with their ends. Raises OSError."""
+        if self._ends:
+            with self.path.open("rb") as file:
+                yield from islice(file, len(self))
+
+    def line(self, number: int) -> bytes:
+        """A line by its number, from 1. Raises OSError."""
+        start = self._ends[number - 2] if number > 1 else 0
+        assert self._file is not None
+        return os.pread(self._file.fileno(), self._ends[number - 1] - start, start)
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Append lines, with their ends. Raises OSError; the file is then as before."""
+        with self._mutex:
+            is_new = self._file is None
+            file = self._file = self._file or open_file(self.path, self.path.parent, append=True)
+            try:
+                write_all(file, b"".join(lines))
+                if self._sync:
+                    os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(self.size)
+                raise
+            for line in lines:
+                self._ends.append(self.size + len(line))
+        if is_new and self._sync:
+            fsync_path(self.path.parent)
+
+    def sync(self) -> None:
+        """Block until all lines are on the disk. Raises OSError."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def truncate(self, num_lines: int) -> None:
+        """Remove all but the first lines. Raises OSError."""
+        with self._mutex:
+            del self._ends[num_lines:]
+            if self._file is not None:
+                self._file.truncate(self.size)
+
+    def remove(self) -> None:
+        """Delete the file; the next line creates it again. Raises OSError."""
+        with self._mutex:
+            self._close()
+            self.path.unlink(missing_ok=True)
+            del self._ends[:]
+
+    def remove_first(self, num_lines: int) -> None:
+        """Remove the first lines in one step. Raises OSError."""
+        remainder = [*islice(self.lines(), num_lines, None)]
+        if not remainder:
+            self.remove()
+            return
+        with self._mutex:
+            atomic_write(self.path, b"".join(remainder))
+            self._close()
+            del self._ends[:]
+            self._file = open_file(self.path, self.path.parent, append=True)
+            self._find_ends(self._file)
+
+    def close(self) -> None:
+        with self._mutex:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def parse_lines(
+    lines: Iterable[bytes],
+    parse: Callable[[dict[str, Any]], T],
+    on_damage: OnDamage,
+    first: int = 1,
+) -> Iterator[T]:
+    """The objects of lines with checksums, parsed. first: number of the first line."""
+    for number, line in enumerate(lines, first):
+        try:
+            item = parse(verify(json.loads(line), required=True))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            if (problem := on_damage(number, error)) is not None:
+                raise problem from error
+        else:
+            yield item
+
+
+class Journal(LineFile, Generic[T]):
+    """Objects as JSON lines, each with its checksum, to which one process appends.
+
+    Iterating reads the file. parse: converts the object of a line; it may raise ValueError,
+    TypeError, LookupError or AttributeError. options: of ``LineFile``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parse: Callable[[dict[str, Any]], T],
+        on_damage: OnDamage,
+        **options: bool,
+    ) -> None:
+        super().__init__(path, **options)
+        self._parse, self._on_damage = parse, on_damage
+
+    def __iter__(self) -> Iterator[T]:
+        return parse_lines(self.lines(), self._parse, self._on_damage)
+
+    def get(self, number: int) -> T:
+        """The object of a line by its number, from 1."""
+        [item] = parse_lines([self.line(number)], self._parse, self._on_damage, number)
+        return item
+
+    def append(self, *objects: Mapping[str, Any]) -> None:
+        """Append objects. Raises OSError; the file is then as before."""
+        self.write([json_line(add_checksum(item)) for item in objects])
+
+
+class SharedJournal(Generic[T]):
+    """A journal to which several processes append, without a lock.
+
+    Every write starts with a line break, so that it does not continue an incomplete line of a
+    killed process; such a line is skipped. parse, on_damage: as for ``Journal``.
+    """
+
+    def __init__(
+        self, path: Path, parse: Callable[[dict[str, Any]], T], on_damage: OnDamage
+    ) -> None:
+        self.path, self._parse, self._on_damage = path, parse, on_damage
+        self._position = self._num_lines = 0
+
+    def append(self, *objects: Mapping[str, Any]) -> None:
+        """Append objects in one write, so that lines of processes do not mix. Raises OSError."""
+        lines = b"".join(json_line(add_checksum(item)) for item in objects)
+        with open_file(self.path, self.path.parent, append=True) as file:
+            write_all(file, b"\n" + lines)
+
+    def read_new(self) -> Iterator[T]:
+        """The objects that this process or another has appended since the last call. Raises
+        OSError.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                self._num_lines += 1
+                if line.rstrip().endswith(b"}"):  # neither empty nor incomplete
+                    yield from parse_lines([line], self._parse, self._on_damage, self._num_lines)

@@ -20,7 +20,7 @@ from tests.training.test_run import folder
 from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import ScoreCache
 from valence.runs.folder import FOLDERS
-from valence.storage import atomic_folder, make_folder, open_file, write_atomically
+from valence.storage import atomic_folder, atomic_write, make_folder, open_file
 from valence.types import Score
 
 __all__ = ["folder", "settings"]
@@ -159,9 +159,9 @@ def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) ->
     (root / "inner/c").symlink_to(outside / "file")
     (root / "inner/dangling").symlink_to(outside / "new")
     with raises_error("path-is-symlink", where="root/link"):
-        write_atomically(root / "link/a", b"y", root)
+        atomic_write(root / "link/a", b"y", root)
     with raises_error("path-is-symlink", where="inner/.a.part"):
-        write_atomically(root / "inner/a", b"y", root)
+        atomic_write(root / "inner/a", b"y", root)
     with (
         raises_error("path-is-symlink", where="inner/.b.part"),
         atomic_folder(root / "inner/b") as aside,
@@ -175,5 +175,5 @@ def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) ->
         make_folder(root / "link/deeper", root)
     assert is_untouched(outside)
     (tmp_path / "way").symlink_to(root)  # the root itself may be a link
-    write_atomically(tmp_path / "way/inner/d", b"y", tmp_path / "way")
+    atomic_write(tmp_path / "way/inner/d", b"y", tmp_path / "way")
     assert (root / "inner/d").read_bytes() == b"y"

@@ -20,7 +20,7 @@ from valence.errors import UserError
 from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.reports import page
-from valence.reports.rendering import write_atomically
+from valence.storage import atomic_write
 from valence.trainer import pages
 from valence.trainer.memory import peak_memory
 
@@ -66,7 +66,7 @@ def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) ->
 def test_a_report_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(OSError, match=r"report\.html"):
-        write_atomically(tmp_path / "report.html", "page")
+        atomic_write(tmp_path / "report.html", "page")
     assert [item.name for item in tmp_path.iterdir()] == ["report.html"]
 
 

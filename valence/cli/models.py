@@ -25,6 +25,7 @@ from valence.cli.common import (
 )
 from valence.errors import UserError
 from valence.files import check_path
+from valence.storage import writing
 from valence.terminal import print_message
 from valence.types import Chat, Message
 
@@ -321,12 +322,5 @@ def _check_output(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path, "choose a file in an existing folder where you have write permission"):
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(path),
-            fix="choose a file in an existing folder where you have write permission",
-        ) from error

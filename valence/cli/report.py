@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from valence.cli.common import app
-from valence.errors import UserError
+from valence.storage import writing
 from valence.terminal import escape_control, write_line
 
 PAGE = Path("comparison.html")
@@ -80,14 +80,6 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
     """
     from valence.reports.page import MARK, write_page
 
-    try:
+    with writing(run_dir, "make the folder writable, or print Markdown with --md"):
         page = write_page(run_dir)
         return f"{page.read_text(encoding='utf-8')}{MARK}\n" if copied else str(page)
-    except OSError as error:
-        fix = "make the folder writable, or print Markdown with --md"
-        raise UserError(
-            f"the report cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(run_dir),
-            fix=fix,
-        ) from error

@@ -30,7 +30,7 @@ from valence.export.ollama import modelfile
 from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
 from valence.export.verify import ExportDifference, Verification, compare
 from valence.export.vllm import MAX_LOGPROBS, run_vllm
-from valence.storage import read_json, write_atomically
+from valence.storage import atomic_write, read_json
 
 REPORT = "verification.json"
 SECTION = "## Verification"
@@ -434,12 +434,12 @@ def write_report(folder: Path, results: Sequence[Verification], run: Mapping[str
     """Write verification.json, and a section of the model card. run: facts on the run."""
     report = {"run": dict(run), "files": [result.as_dict() for result in results]}
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(folder / REPORT, text.encode(), folder)
+    atomic_write(folder / REPORT, text)
     card = folder / "README.md"
     before = card.read_text(encoding="utf-8") if card.is_file() else ""
     before = before.partition(f"\n{SECTION}\n")[0].rstrip("\n")
     section = f"{before}\n\n{SECTION}\n\n{_markdown(results)}\n"
-    write_atomically(card, section.encode(), folder)
+    atomic_write(card, section)
 
 
 COLUMNS = ("file", "prompts", "top token", "KL/token", "answers", "stops", "result")

@@ -46,7 +46,7 @@ from valence.evaluation.summary import JudgeSummary, summarize
 from valence.evaluation.votes import read_votes
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
-from valence.jobs.row_job import Line, RowJob, as_line, partial_path, replace_file
+from valence.jobs.row_job import Line, RowJob, as_line, replace_file
 from valence.jobs.run_benchmarks import (
     BATCH_SIZE,
     BenchmarkTasks,
@@ -68,7 +68,7 @@ from valence.rewards.build import (
     reward_names,
 )
 from valence.rewards.cache import digest
-from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify
+from valence.storage import LOCK_FILE, Lock, add_checksum, part_path, read_json, rename, verify
 from valence.terminal import Terminal, print_message
 from valence.trainer.evaluate import as_text
 from valence.trainer.targets import is_run, load_target, with_files
@@ -531,7 +531,7 @@ class ComparisonFolder:
                 fix="set --out to a folder",
             )
         names = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
-        if names - {partial_path(path / PROMPTS).name, LOCK_FILE} and PROMPTS not in names:
+        if names - {part_path(path / PROMPTS).name, LOCK_FILE} and PROMPTS not in names:
             raise UserError(
                 "this folder exists and was not written by `valence compare`",
                 code="path-exists",
@@ -542,7 +542,7 @@ class ComparisonFolder:
             if fresh and PROMPTS in names:
                 with self._locked():  # the lock moves with the folder
                     others = (path.with_name(f"{path.name}.{n}") for n in count(1))
-                    path.rename(next(other for other in others if not other.exists()))
+                    rename(path, others)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(

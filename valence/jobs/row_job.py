@@ -31,7 +31,7 @@ from valence.errors import UserError
 from valence.files import check_path
 from valence.reports.console import Progress
 from valence.runs.signals import Stop
-from valence.storage import add_checksum, read_json, verify
+from valence.storage import add_checksum, atomic_write, read_json, verify, writing
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.version import __version__
 
@@ -640,25 +640,11 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
         ) from None
 
 
-def partial_path(path: Path) -> Path:
-    """The file that ``replace_file`` writes before it replaces `path`."""
-    return path.with_name(f".{path.name}.part")
-
-
 def replace_file(path: Path, content: str) -> None:
     """Write a whole file in one step. Raises UserError (file-not-writable)."""
-    partial = partial_path(path)
-    try:
-        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(path),
-            fix="free disk space or make the folder writable, then rerun the same command to "
-            "resume",
-        ) from error
+    fix = "free disk space or make the folder writable, then rerun the same command to resume"
+    with writing(path, fix):
+        atomic_write(path, content)
 
 
 def _facts_path(path: Path) -> Path:

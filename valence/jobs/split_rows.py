@@ -16,7 +16,8 @@ from valence.data.sources import BOM, BadRow, is_hub_dataset
 from valence.data.split import PromptSplit
 from valence.errors import UserError
 from valence.files import check_path, expand_path
-from valence.jobs.row_job import partial_path, refuse_inputs
+from valence.jobs.row_job import refuse_inputs
+from valence.storage import part_path, publish, writing
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
 PARQUET = ".parquet"
@@ -169,23 +170,17 @@ def _kind(path: Path) -> list[str]:
 
 def _write(outputs: tuple[Path, Path], path: Path, sides: Mapping[int, bool]) -> None:
     """Write both files in one step each, after both are complete."""
-    partials = [partial_path(output) for output in outputs]
-    try:
+    partials = [part_path(output) for output in outputs]
+    fix = "free disk space or make the folder writable"
+    with ExitStack() as stack, writing(outputs[0], fix):
+        for partial in partials:
+            stack.callback(partial.unlink, missing_ok=True)
         if _head(path).startswith(b"PAR1"):
             _write_parquet(partials, path, sides)
         else:
             _write_lines(partials, path, sides)
-        for partial, output in zip(partials, outputs, strict=True):
-            partial.replace(output)
-    except OSError as error:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
-        raise UserError(
-            f"the file cannot be written ({error.strerror or error})",
-            code="file-not-writable",
-            where=str(error.filename or outputs[0]),
-            fix="free disk space or make the folder writable",
-        ) from error
+        for output in outputs:
+            publish(output)
 
 
 def _write_lines(outputs: list[Path], path: Path, sides: Mapping[int, bool]) -> None:

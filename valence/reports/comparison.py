@@ -40,10 +40,10 @@ from valence.reports.rendering import (
     plotly_js,
     render,
     render_page,
-    write_atomically,
 )
 from valence.reports.rows import Json, several, worth
 from valence.reports.stats import finite, ranks
+from valence.storage import atomic_write, writing
 
 BEST = "\N{BLACK CIRCLE}"
 
@@ -411,16 +411,9 @@ def write_out(path: Path, content: str) -> None:
     Raises UserError if another file exists there, or if it cannot be written.
     """
     refuse_others(path)
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(path),
-            fix="free disk space, or choose a file in an existing folder where you have write "
-            "permission",
-        ) from error
+    fix = "free disk space, or choose a file in an existing folder where you have write permission"
+    with writing(path, fix):
+        atomic_write(path, content)
 
 
 def refuse_others(path: Path) -> None:

@@ -37,7 +37,7 @@ from valence.reports.formatting import (
     text,
     visible,
 )
-from valence.reports.rendering import Charts, plotly_js, render, render_page, write_atomically
+from valence.reports.rendering import Charts, plotly_js, render, render_page
 from valence.reports.rows import (
     SIDES,
     Json,
@@ -52,6 +52,7 @@ from valence.reports.rows import verdict as label_of
 from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
 from valence.reports.verdict import run_verdict
+from valence.storage import atomic_write
 from valence.types import plural
 
 MARK = "<!-- written by valence report -->"
@@ -110,7 +111,7 @@ def write_page(run_dir: Path, status: str | None = None) -> Path:
     if status is not None:
         run = replace(run, facts={**run.facts, "status": status})
     path = run_dir / "report.html"
-    write_atomically(path, render_report(run))
+    atomic_write(path, render_report(run))
     return path
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from valence.reports.formatting import duration, exact, number, text, visible
-from valence.storage import open_file, write_all
 
 SOURCES = {
     path.name: path.read_text(encoding="utf-8")
@@ -155,16 +152,3 @@ class Charts:
             optional = {key: figure.get(key) for key in ("note", "height")}
             places.append({"id": name, "title": title, **optional})
         return places
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Replace a file in one step, so that readers never see a part of it. Raises OSError."""
-    temporary = path.with_suffix(".html.tmp")
-    try:
-        with open_file(temporary, temporary.parent) as file:
-            write_all(file, content.encode())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 import warnings
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from valence.errors import UserError
-from valence.storage import open_file
+from valence.storage import LineFile
 
 Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""
@@ -91,14 +90,13 @@ class JsonlSink:
     def __init__(self, path: Path, warn: Callable[[str], None] = warnings.warn) -> None:
         """Raises UserError when the file cannot be opened for writing."""
         self.path, self._warn = path, warn
-        self._unwritten, self._has_warned = b"", False
+        self._unwritten, self._has_warned = list[bytes](), False
         # checkpoints are written on another thread
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_file(path, path.parent, append=True)
-            content = _cut_torn_line(path)
-            self._length, self._checksum = len(content), crc32(content)
+            self._file = LineFile(path, sync=False)
+            self._read()
         except OSError as error:
             raise UserError(
                 f"cannot open the log for writing ({error.strerror})",
@@ -106,13 +104,19 @@ class JsonlSink:
                 where=str(path),
                 fix="make the file and its folder writable, or choose another run.dir",
             ) from error
+        if self._file.num_cut:
+            self._warn(f"{path}: cut off an unfinished last line of {self._file.num_cut} bytes")
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        self._length, self._checksum = len(content), crc32(content)
 
     def log(self, record: Record) -> None:
         """Write one line. Raises TypeError for a value that is neither a number nor text."""
         line = json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False)
         with self._lock:
             raw = line.encode() + b"\n"
-            self._unwritten += raw
+            self._unwritten.append(raw)
             self._length, self._checksum = self._length + len(raw), crc32(raw, self._checksum)
         try:
             self._write()
@@ -126,8 +130,9 @@ class JsonlSink:
 
     def _write(self) -> None:
         with self._lock:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            if self._unwritten:
+                self._file.write(self._unwritten)
+                self._unwritten = []
             self._has_warned = False
 
     def sync(self) -> None:
@@ -136,14 +141,14 @@ class JsonlSink:
         Raises OSError if they cannot be written or the file has been removed.
         """
         self._write()
-        os.fsync(self._file.fileno())
+        self._file.sync()
         self.path.stat()
 
     def state_dict(self) -> dict[str, int]:
         return {"bytes": self._length, "crc": self._checksum}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._unwritten = b""
+        self._unwritten = []
         content = self.path.read_bytes()
         before = content[: state["bytes"]]
         if len(content) < state["bytes"]:
@@ -156,16 +161,15 @@ class JsonlSink:
             self._warn(
                 f"{self.path}{where}: the log has changed since it was written; the change stays"
             )
-        os.truncate(self.path, min(len(content), state["bytes"]))
-        content = _cut_torn_line(self.path)
-        self._length, self._checksum = len(content), crc32(content)
+        self._file.truncate(before.count(b"\n"))
+        self._read()
 
     def close(self) -> None:
         try:
             self._write()
         except OSError as error:
             self._warn(
-                f"{self.path}: the last {self._unwritten.count(10)} lines could not be written "
+                f"{self.path}: the last {len(self._unwritten)} lines could not be written "
                 f"({error.strerror})"
             )
         self._file.close()
@@ -185,18 +189,6 @@ def _first_bad_line(content: bytes) -> str:
         if not is_record:
             return f":{number}"
     return ""
-
-
-def _cut_torn_line(path: Path) -> bytes:
-    """Cut off an incomplete last line. Returns the content that is left."""
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)
-        warnings.warn(
-            f"{path}: cut off an unfinished last line of {len(content) - end} bytes", stacklevel=3
-        )
-    return content[:end]
 
 
 class FanOut:

@@ -28,7 +28,7 @@ from valence.files import refuse_links
 from valence.network import has_credentials
 from valence.reports.formatting import exact, number, visible
 from valence.reports.sinks import SAMPLES, Record, Sink, capture_error, samples
-from valence.storage import add_checksum, make_folder, open_file, read_json, verify, write_all
+from valence.storage import add_checksum, atomic_write, make_folder, read_json, verify
 from valence.user_code.plugins import load_plugin
 
 LIBRARIES = {
@@ -66,10 +66,7 @@ class TrackedRun:
     def save_state(self) -> None:
         path = self.folder / "trackers" / f"{self.settings['kind']}.json"
         make_folder(path.parent, self.folder)
-        temporary = path.with_suffix(".tmp")
-        with open_file(temporary, self.folder) as file:
-            write_all(file, json.dumps(add_checksum(self.state)).encode())
-        os.replace(temporary, path)
+        atomic_write(path, json.dumps(add_checksum(self.state)), self.folder)
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.files import refuse_links
 from valence.runs.store import PLAIN, Snapshot, Write, agreed
-from valence.storage import atomic_folder, fsync_path, read_json, temporary_path
+from valence.storage import atomic_folder, fsync_path, part_path, read_json, rename
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -212,7 +212,7 @@ class Checkpoints:
                 folder = (
                     opened.enter_context(self._open_folder(target))
                     if self.leads
-                    else temporary_path(target)
+                    else part_path(target)
                 )
                 if snapshot is not None and self.leads:
                     snapshot.write(folder)
@@ -311,7 +311,7 @@ class Checkpoints:
             refuse_links(path, self.folder)
             target = self.folder / path.name[1:].removesuffix(".old")
             if path.name.endswith(".old") and not target.exists():
-                path.rename(target)  # killed while it was being replaced
+                rename(path, [target])  # killed while it was being replaced
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -420,9 +420,8 @@ def _rename_damaged(path: Path) -> Path:
         path.with_name(f"damaged-{path.name}{ending}")
         for ending in ("", *(f".{n}" for n in range(2, 1000)))
     )
-    free = next(name for name in names if not os.path.lexists(name))
     try:
-        path.rename(free)
+        return rename(path, names)
     except OSError as error:
         raise UserError(
             f"this checkpoint is damaged and cannot be renamed ({error.strerror})",
@@ -430,12 +429,11 @@ def _rename_damaged(path: Path) -> Path:
             where=str(path),
             fix=f"make {path.parent} writable, then rerun the same command",
         ) from error
-    return free
 
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint. Renamed first, so that a partly removed one never looks complete."""
     gone = path.with_name(f".{path.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
-    path.rename(gone)
+    rename(path, [gone])
     shutil.rmtree(gone)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.runs.store import agreed, is_sharded, without_shared_memory
-from valence.storage import atomic_folder, read_json, temporary_path
+from valence.storage import atomic_folder, part_path, read_json, rename
 
 MAX_FILE_BYTES = 5 * 10**9
 """Maximum size of a file of weights."""
@@ -63,9 +63,7 @@ def export(
     adapter = hasattr(model, "peft_config") and kind == "adapter"
     with ExitStack() as opened:
         with agreed(group):
-            folder = (
-                opened.enter_context(atomic_folder(target)) if leads else temporary_path(target)
-            )
+            folder = opened.enter_context(atomic_folder(target)) if leads else part_path(target)
         if merge is not None and hasattr(model, "peft_config") and not adapter:
             _write_merged(model, folder, group, config or {}, merge, max_file_bytes)
         elif any(is_sharded(p) for p in model.parameters()):
@@ -374,7 +372,7 @@ class _WeightFiles:
             else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
         for i, name in enumerate(file_names):
-            self._path(i).rename(self.folder / name)
+            rename(self._path(i), [self.folder / name])
         if count > 1:
             weight_map = {
                 weight: file_names[i]

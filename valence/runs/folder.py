@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, count
@@ -16,7 +16,16 @@ from typing import Any
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
-from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify, write_atomically
+from valence.storage import (
+    LOCK_FILE,
+    Lock,
+    add_checksum,
+    atomic_write,
+    read_json,
+    rename,
+    verify,
+    writing,
+)
 
 FOLDERS = (
     "eval",
@@ -140,8 +149,7 @@ class RunFolder:
                     fix="rerun the same command, without --fresh, to resume that run",
                 )
             if _has_progress(path) and not self.is_resumed:
-                free = _free_name(path)
-                path.rename(free)
+                free = rename(path, _other_names(path))
                 self.lock.release()
                 self.say(f"renamed the folder of the earlier run to {free}")
                 path.mkdir()
@@ -168,20 +176,9 @@ class RunFolder:
         target = self.path / name
         if not self.writes:
             return target
-        raw = (
-            content
-            if isinstance(content, bytes)
-            else _text(content).encode("utf-8", errors="backslashreplace")
-        )
-        try:
-            write_atomically(target, raw, self.path)
-        except OSError as error:
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(target),
-                fix="free disk space, or make the folder writable",
-            ) from error
+        raw = content if isinstance(content, bytes) else _text(content)
+        with writing(target, "free disk space, or make the folder writable"):
+            atomic_write(target, raw, self.path)
         return target
 
     def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
@@ -204,8 +201,7 @@ class RunFolder:
         """Write all files that ``keep`` could not write. Raises OSError."""
         with self._guard:
             for name in list(self._unwritten):
-                content = self._unwritten[name].encode("utf-8", errors="backslashreplace")
-                write_atomically(self.path / name, content, self.path)
+                atomic_write(self.path / name, self._unwritten[name], self.path)
                 del self._unwritten[name]
             self._has_warned = False
 
@@ -304,13 +300,10 @@ def _has_progress(path: Path) -> bool:
     )
 
 
-def _free_name(path: Path) -> Path:
+def _other_names(path: Path) -> Iterator[Path]:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    names = (
-        path.with_name(f"{path.name}.{stamp}-{os.getpid()}{suffix}")
-        for suffix in chain([""], (f"-{n}" for n in count(2)))
-    )
-    return next(name for name in names if not name.exists())
+    for suffix in chain([""], (f"-{n}" for n in count(2))):
+        yield path.with_name(f"{path.name}.{stamp}-{os.getpid()}{suffix}")
 
 
 def _readable(

@@ -21,10 +21,11 @@ from valence.reports.charts import esc, figure
 from valence.reports.comparison_charts import STROKES, line_style
 from valence.reports.formatting import duration, exact, number, text, visible
 from valence.reports.page import MARK
-from valence.reports.rendering import Charts, plotly_js, render_page, write_atomically
+from valence.reports.rendering import Charts, plotly_js, render_page
 from valence.reports.rundata import read_run
 from valence.reports.stats import finite, mean, student_interval
 from valence.reports.verdict import run_verdict
+from valence.storage import atomic_write
 from valence.sweeps.grid import label_of, short_names
 from valence.sweeps.objective import VERDICT_METRICS
 from valence.sweeps.state import PAGE, TRIALS, SweepState, Trial
@@ -415,7 +416,7 @@ def write_sweep_page(state: SweepState) -> None:
         sections=sections,
         charts=charts,
     )
-    write_atomically(state.folder / PAGE, page)
+    atomic_write(state.folder / PAGE, page)
 
 
 SETTING_NOTE = (

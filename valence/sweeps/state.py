@@ -17,8 +17,16 @@ from typing import Any, Literal
 from valence.config.load import LoadedRecipe
 from valence.errors import UserError
 from valence.files import check_path
-from valence.reports.rendering import write_atomically
-from valence.storage import LOCK_FILE, Lock, add_checksum, read_json, verify
+from valence.storage import (
+    LOCK_FILE,
+    Lock,
+    add_checksum,
+    atomic_write,
+    read_json,
+    rename,
+    verify,
+    writing,
+)
 from valence.sweeps.grid import Configuration, folder_name, key_of
 
 STATE_FILE, PAGE, TRIALS, LOGS, REFERENCE = (
@@ -116,15 +124,8 @@ class SweepState:
         text = json.dumps(
             add_checksum(self.as_dict()), indent=1, ensure_ascii=False, allow_nan=False, default=str
         )
-        try:
-            write_atomically(self.path, text)
-        except OSError as error:
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(self.path),
-                fix="free disk space, then rerun the same command to resume",
-            ) from error
+        with writing(self.path, "free disk space, then rerun the same command to resume"):
+            atomic_write(self.path, text)
 
     def load(self) -> str:
         """Read the file, if there is one. Returns a warning if it is damaged: it is moved aside.
@@ -156,8 +157,7 @@ class SweepState:
             OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
         ) as error:  # fmt: skip
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            aside = self.path.with_name(f"{STATE_FILE}.{stamp}")
-            self.path.rename(aside)
+            aside = rename(self.path, [self.path.with_name(f"{STATE_FILE}.{stamp}")])
             self.trials, self.settings = [], {}
             return (
                 f"{self.path} cannot be read ({error}): it was moved to {aside}, and is written "
