@@ -574,8 +574,8 @@ class InUseError(Exception):
 class LineFile:
     """A file to whose end one process appends lines.
 
-    What a killed process has left of an incomplete line is cut off; ``num_cut`` is its size in
-    bytes. size: of the complete lines, in bytes.
+    An incomplete last line, which a killed process has left, counts as absent; the first write
+    removes it. num_incomplete: its size in bytes. size: of the complete lines, in bytes.
 
     lock: keep other processes from opening the file, which raises InUseError there. create: create
     the file at once, and not with the first line. sync: lines are on the disk when ``write``
@@ -585,7 +585,7 @@ class LineFile:
     def __init__(
         self, path: Path, *, lock: bool = False, create: bool = True, sync: bool = True
     ) -> None:
-        self.path, self.num_cut, self._sync = path, 0, sync
+        self.path, self.num_incomplete, self._sync = path, 0, sync
         self._mutex = threading.Lock()
         self._ends = array("q")
         self._file: BinaryIO | None = None
@@ -598,19 +598,16 @@ class LineFile:
         if self._file is not None:
             with ExitStack() as failing:
                 failing.callback(self._file.close)
-                self._find_ends(self._file)
+                self._find_ends()
                 failing.pop_all()
 
-    def _find_ends(self, file: BinaryIO) -> None:
-        position = 0
+    def _find_ends(self) -> None:
         with self.path.open("rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n"):
-                    self.num_cut = len(line)
-                    file.truncate(position)
-                    break
-                position += len(line)
-                self._ends.append(position)
+                if line.endswith(b"\n"):
+                    self._ends.append(self.size + len(line))
+                else:
+                    self.num_incomplete = len(line)
 
     @property
     def size(self) -> int:
@@ -636,13 +633,15 @@ class LineFile:
         with self._mutex:
             is_new = self._file is None
             file = self._file = self._file or open_file(self.path, self.path.parent, append=True)
-            try:
+            with ExitStack() as failing:
+                failing.callback(file.truncate, self.size)
+                if self.num_incomplete:
+                    file.truncate(self.size)
+                    self.num_incomplete = 0
                 write_all(file, b"".join(lines))
                 if self._sync:
                     os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(self.size)
-                raise
+                failing.pop_all()
             for line in lines:
                 self._ends.append(self.size + len(line))
         if is_new and self._sync:
@@ -659,26 +658,30 @@ class LineFile:
             del self._ends[num_lines:]
             if self._file is not None:
                 self._file.truncate(self.size)
+                self.num_incomplete = 0
 
     def remove(self) -> None:
         """Delete the file; the next line creates it again. Raises OSError."""
         with self._mutex:
-            self._close()
-            self.path.unlink(missing_ok=True)
-            del self._ends[:]
+            self._remove()
 
     def remove_first(self, num_lines: int) -> None:
         """Remove the first lines in one step. Raises OSError."""
-        remainder = [*islice(self.lines(), num_lines, None)]
-        if not remainder:
-            self.remove()
-            return
         with self._mutex:
+            remainder = [*islice(self.lines(), num_lines, None)]
+            if not remainder:
+                self._remove()
+                return
             atomic_write(self.path, b"".join(remainder))
             self._close()
             del self._ends[:]
             self._file = open_file(self.path, self.path.parent, append=True)
-            self._find_ends(self._file)
+            self._find_ends()
+
+    def _remove(self) -> None:
+        self._close()
+        self.path.unlink(missing_ok=True)
+        del self._ends[:]
 
     def close(self) -> None:
         with self._mutex:
@@ -694,6 +697,15 @@ class LineFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_journal(
+    path: Path, parse: Callable[[dict[str, Any]], T], on_damage: OnDamage
+) -> Iterator[T]:
+    """The complete lines of a journal that another process may be writing. Raises OSError."""
+    with path.open("rb") as file:
+        lines = (line for line in file if line.endswith(b"\n"))
+        yield from parse_lines(lines, parse, on_damage)
 
 
 def parse_lines(

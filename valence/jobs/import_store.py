@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,7 +26,17 @@ from valence.data.importers.rows import ROW_KINDS, ImportedRows, RowKind, latest
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
 from valence.jobs.row_job import as_line
-from valence.storage import add_checksum, lock_file, open_file, read_json, verify, write_all
+from valence.storage import (
+    Journal,
+    add_checksum,
+    atomic_write,
+    lock_file,
+    part_path,
+    publish,
+    read_json,
+    verify,
+    write_part,
+)
 from valence.version import __version__
 
 ELSEWHERE = "choose another file with --out"
@@ -122,7 +130,7 @@ class ImportStore:
     """The files of an --out, locked by this process inside ``with store.locked()``.
 
     votes: those of earlier imports, and pending ones. main: the kind of rows in --out itself, None
-    before the first import. pending_size: bytes of the file of pending votes. overwrite: replace
+    before the first import. num_pending: votes in the file of pending votes. overwrite: replace
     row files that were edited, or that no import wrote.
     """
 
@@ -151,8 +159,6 @@ class ImportStore:
         self.votes_path = self._sibling_path("votes", out.suffix)
         self.about_path = self._sibling_path("about", ".json")
         self.pending_path = self._sibling_path("pending", out.suffix)
-        self.pending_size = 0
-        self._pending_lock = threading.Lock()
         self.votes: list[Vote] = []
         self.main: RowKind | None = None
         self._about: dict[str, Any] = {}
@@ -186,6 +192,9 @@ class ImportStore:
                         where=str(self.out),
                         fix="wait until it ends, or choose another --out file",
                     )
+                self._pending = stack.enter_context(
+                    Journal(self.pending_path, Vote.from_dict, self._damaged_vote, create=False)
+                )
                 self._read()
             yield self
 
@@ -216,7 +225,7 @@ class ImportStore:
             self._check_unedited(path)
         if self.votes_path.exists():
             self.votes = list(self._stored_votes())
-        if pending := self._read_pending():
+        if pending := list(self._pending):
             self.votes, _ = merge_votes(self.votes, pending)
 
     def _known(self, path: Path) -> list[str]:
@@ -301,54 +310,20 @@ class ImportStore:
 
         Raises UserError when it cannot be written; the file is then as it was.
         """
-        line = f"{as_line(add_checksum(vote.to_dict()))}\n".encode()
-        with self._pending_lock, self._file_errors("free disk space, then vote again"):
-            is_new = not self.pending_path.exists()
-            with open_file(self.pending_path, self.out.parent, append=True) as file:
-                try:
-                    write_all(file, line)
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(self.pending_size)
-                    raise
-            self.pending_size += len(line)
-            if is_new:
-                self._sync_folder()
+        with self._file_errors("free disk space, then vote again"):
+            self._pending.append(vote.to_dict())
 
-    def _read_pending(self) -> list[Vote]:
-        """The pending votes. An incomplete last line, which was not confirmed, is removed."""
-        if not self.pending_path.exists():
-            return []
-        content = self.pending_path.read_bytes()
-        self.pending_size = content.rfind(b"\n") + 1
-        if self.pending_size < len(content):
-            os.truncate(self.pending_path, self.pending_size)
-        votes: list[Vote] = []
-        for number, line in enumerate(content[: self.pending_size].splitlines(), 1):
-            try:
-                votes.append(Vote.from_dict(verify(json.loads(line), required=True)))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise UserError(
-                    f"this line is not a vote ({error})",
-                    code="output-line-damaged",
-                    where=f"{self.pending_path}:{number}",
-                    fix=f"remove this line, or {ELSEWHERE}",
-                ) from error
-        return votes
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
 
-    def _remove_pending(self, size: int) -> None:
-        """Remove the first ``size`` bytes of pending votes, which are now in the other files."""
-        with self._pending_lock:
-            if size == 0:
-                return
-            remainder = self.pending_path.read_bytes()[size:]
-            if remainder:
-                self._prepare(self.pending_path, remainder)
-                _part_path(self.pending_path).replace(self.pending_path)
-            else:
-                self.pending_path.unlink()
-            self._sync_folder()
-            self.pending_size = len(remainder)
+    def _damaged_vote(self, number: int, error: Exception) -> UserError:
+        return UserError(
+            f"this line is not a vote ({error})",
+            code="output-line-damaged",
+            where=f"{self.pending_path}:{number}",
+            fix=f"remove this line, or {ELSEWHERE}",
+        )
 
     # A new state
 
@@ -362,11 +337,11 @@ class ImportStore:
     ) -> dict[str, int]:
         """Write the votes, their rows and the description, if anything has changed.
 
-        pending: bytes of pending votes that are included in ``votes``; None: all of them.
+        pending: number of pending votes that are included in ``votes``; None: all of them.
 
         Returns the number of rows by file name.
         """
-        pending = self.pending_size if pending is None else pending
+        pending = self.num_pending if pending is None else pending
         contents = {self.votes_path: _lines(vote_line(vote) for vote in votes)}
         counts: dict[str, int] = {}
         for kind in ROW_KINDS:
@@ -382,7 +357,7 @@ class ImportStore:
             except OSError:
                 self._remove_parts()
                 raise
-            self._remove_pending(pending)
+            self._pending.remove_first(pending)
         return counts
 
     def refuse_foreign(self, paths: Iterable[Path]) -> None:
@@ -404,22 +379,21 @@ class ImportStore:
         if self._about == json.loads(json.dumps(about)) and current == new:
             return
         for path, content in contents.items():
-            self._prepare(path, content)
+            write_part(path, content)
         self._replace_about({**about, PREVIOUS: current})
         for path in contents:
-            _part_path(path).replace(path)
+            publish(path)
         for path in managed:
             if path not in contents:
                 path.unlink(missing_ok=True)
         self._remove_parts()
-        self._sync_folder()
         self._replace_about(about)
         self._about = json.loads(json.dumps(about))  # as the next import will read it
 
     def _remove_parts(self) -> None:
         """Remove temporary files, also those of a killed import."""
         for path in (*self.paths, self.pending_path):
-            _part_path(path).unlink(missing_ok=True)
+            part_path(path).unlink(missing_ok=True)
 
     def _describe(
         self,
@@ -455,22 +429,7 @@ class ImportStore:
 
     def _replace_about(self, about: Mapping[str, Any]) -> None:
         text = json.dumps(add_checksum(about), indent=1, ensure_ascii=False)
-        self._prepare(self.about_path, f"{text}\n".encode())
-        _part_path(self.about_path).replace(self.about_path)
-        self._sync_folder()
-
-    def _prepare(self, path: Path, content: bytes) -> None:
-        """Write the new content to a temporary file, and flush it to the disk."""
-        with open_file(_part_path(path), path.parent) as file:
-            write_all(file, content)
-            os.fsync(file.fileno())
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.out.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        atomic_write(self.about_path, f"{text}\n")
 
 
 def as_date(seconds: float) -> str:
@@ -480,10 +439,6 @@ def as_date(seconds: float) -> str:
 
 def _lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _part_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
 
 
 def _sha256(content: bytes) -> str:

@@ -8,15 +8,12 @@ file that is about to be written.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
-import os
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +26,7 @@ from valence.errors import UserError
 from valence.files import refuse_links
 from valence.jobs.audit_labels import RatedRow, RowAudit, with_column, with_info
 from valence.jobs.row_job import as_line
-from valence.storage import add_checksum, open_file, verify, write_all
+from valence.storage import InUseError, Journal, atomic_write, writing
 from valence.types import Chat, Content, Judgement, content_id
 
 Choice = Literal["keep", "flip", "drop", "score"]
@@ -231,67 +228,43 @@ class DecisionLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        refuse_links(path, path.parent)
-        self.lines: list[dict[str, Any]] = []
         try:
-            self._file = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise self._not_writable(error) from error
+            with self._writing():
+                self._journal = Journal(path, _check_log_line, self._damaged, lock=True)
+        except InUseError:
+            raise UserError(
+                "another review is writing this file",
+                code="output-locked",
+                where=str(path),
+                fix=f"use the web page of that review, or stop it, or {ELSEWHERE}",
+            ) from None
         with ExitStack() as failing:
-            failing.callback(self._file.close)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    "another review is writing this file",
-                    code="output-locked",
-                    where=str(path),
-                    fix=f"use the web page of that review, or stop it, or {ELSEWHERE}",
-                ) from None
-            self._read()
+            failing.callback(self.close)
+            self.lines = list(self._journal)
             failing.pop_all()
-
-    def _read(self) -> None:
-        content = self.path.read_bytes()
-        self._size = content.rfind(b"\n") + 1
-        if self._size < len(content):  # an incomplete line, which was not confirmed
-            self._file.truncate(self._size)
-        for number, line in enumerate(content[: self._size].splitlines(), 1):
-            try:
-                self.lines.append(_check_log_line(verify(json.loads(line), required=True)))
-            except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-                raise UserError(
-                    f"this line is not a decision of a review ({error})",
-                    code="output-line-damaged",
-                    where=f"{self.path}:{number}",
-                    fix=f"remove this line, or {ELSEWHERE}",
-                ) from error
 
     def append(self, line: Mapping[str, Any]) -> int:
         """Add a line and return its number. It is on the disk when this returns.
 
         Raises UserError when it cannot be written; the file is then as it was.
         """
-        data = f"{as_line(add_checksum(line))}\n".encode()
-        try:
-            write_all(self._file, data)
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(self._size)
-            raise self._not_writable(error) from error
-        self._size += len(data)
+        with self._writing():
+            self._journal.append(line)
         self.lines.append(dict(line))
         return len(self.lines)
 
     def close(self) -> None:
-        self._file.close()
+        self._journal.close()
 
-    def _not_writable(self, error: OSError) -> UserError:
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, f"free disk space, then repeat the decision; or {ELSEWHERE}")
+
+    def _damaged(self, number: int, error: Exception) -> UserError:
         return UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(self.path),
-            fix=f"free disk space, then repeat the decision; or {ELSEWHERE}",
+            f"this line is not a decision of a review ({error})",
+            code="output-line-damaged",
+            where=f"{self.path}:{number}",
+            fix=f"remove this line, or {ELSEWHERE}",
         )
 
 
@@ -498,25 +471,12 @@ class LabelReview:
         # before the file is replaced, so that it can always be recognized
         if not any(line.get("wrote") == digest for line in self._log.lines[-2:]):
             self._log.append({"wrote": digest})
-        part = self.out.with_name(f".{self.out.name}.part")
-        try:
-            with open_file(part, self.out.parent) as file:
-                write_all(file, content)
-                os.fsync(file.fileno())
-            part.replace(self.out)
-            folder = os.open(self.out.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(self.out),
-                fix="free disk space or make the folder writable, then rerun the same command; "
-                "no decision is lost",
-            ) from error
+        fix = (
+            "free disk space or make the folder writable, then rerun the same command; no decision "
+            "is lost"
+        )
+        with writing(self.out, fix):
+            atomic_write(self.out, content)
         end = time.monotonic()
         self._last_write = end, end - start
 

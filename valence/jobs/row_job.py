@@ -12,16 +12,15 @@ rest in batches, append complete lines.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 from rich.console import Console
@@ -31,7 +30,16 @@ from valence.errors import UserError
 from valence.files import check_path
 from valence.reports.console import Progress
 from valence.runs.signals import Stop
-from valence.storage import add_checksum, atomic_write, read_json, verify, writing
+from valence.storage import (
+    InUseError,
+    LineFile,
+    add_checksum,
+    atomic_write,
+    read_json,
+    rename,
+    verify,
+    writing,
+)
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.version import __version__
 
@@ -48,8 +56,6 @@ DIGESTS = {
 """Facts that are checksums, and what they identify."""
 EARLIER = "earlier"
 """Key of the facts file: the facts and the number of earlier lines, before an append."""
-CHECKSUM_BYTES = 9
-"""Bytes of a line of the checksum file."""
 MAX_LISTED = 3
 """Maximum number of failed rows to list."""
 
@@ -389,22 +395,19 @@ class OutputFile:
 
     def open(self, num_lines: int) -> OutputFile:
         """Lock the file to write all lines up to ``num_lines``; ``num_existing`` of them exist."""
-        try:
-            with ExitStack() as on_failure:
-                self._file = on_failure.enter_context(self._open_locked())
-                self._checksums = on_failure.enter_context(self.checksum_path.open("ab"))
-                self.stored_facts = self._read_facts()  # another program may have written since
-                self._compare_facts()
-                if self.stored_facts is not None and self.stored_facts.keys() != self.facts.keys():
-                    raise self._damaged_facts()
-                if self.stored_facts is not None and self.stored_facts != self.facts:
-                    self._append_to(self.stored_facts)
-                self.num_appended_to = sum(part["lines"] for part in self.earlier)
-                self.num_existing = self._count_finished(num_lines)
-                self.num_expected = num_lines
-                on_failure.pop_all()
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+        with self._writing(), ExitStack() as on_failure:
+            self._file = on_failure.enter_context(self._open_locked())
+            self._checksums = on_failure.enter_context(LineFile(self.checksum_path, sync=False))
+            self.stored_facts = self._read_facts()  # another program may have written since
+            self._compare_facts()
+            if self.stored_facts is not None and self.stored_facts.keys() != self.facts.keys():
+                raise self._damaged_facts()
+            if self.stored_facts is not None and self.stored_facts != self.facts:
+                self._append_to(self.stored_facts)
+            self.num_appended_to = sum(part["lines"] for part in self.earlier)
+            self.num_existing = self._count_finished(num_lines)
+            self.num_expected = num_lines
+            on_failure.pop_all()
         return self
 
     def _append_to(self, facts: dict[str, Any]) -> None:
@@ -412,7 +415,7 @@ class OutputFile:
 
         Raises UserError if they are incomplete, or include the new lines.
         """
-        num_lines = sum(1 for _ in self._lines()) - sum(part["lines"] for part in self.earlier)
+        num_lines = len(self._file) - sum(part["lines"] for part in self.earlier)
         if num_lines != self.num_expected:
             raise self._error(
                 f"the previous command has written only {num_lines} of {self.num_expected} lines, "
@@ -428,52 +431,37 @@ class OutputFile:
                 fix="use another --seed or other prompts",
             )
 
-    def _open_locked(self) -> IO[bytes]:
+    def _open_locked(self) -> LineFile:
         """Open and lock the file. An old file stays locked until the new one is locked."""
-        if not (self.fresh and self.path.exists()):
-            return self._lock("ab")
-        with self._lock("rb"):
-            self._rename_old()
-            return self._lock("ab")
-
-    def _lock(self, mode: str) -> IO[bytes]:
-        in_use = self._error(
-            "another command is writing this file",
-            "output-locked",
-            fix="wait until it ends, or choose another --out file",
-        )
-        file: IO[bytes] = self.path.open(mode)
-        with ExitStack() as on_failure:
-            on_failure.enter_context(file)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise in_use from None
-            if not self.path.exists() or not os.path.samestat(
-                os.fstat(file.fileno()), self.path.stat()
-            ):
-                raise in_use  # renamed before it was locked
-            on_failure.pop_all()
-        return file
+        try:
+            if not (self.fresh and self.path.exists()):
+                return LineFile(self.path, lock=True, sync=False)
+            with LineFile(self.path, lock=True):
+                self._rename_old()
+                return LineFile(self.path, lock=True, sync=False)
+        except InUseError:
+            raise self._error(
+                "another command is writing this file",
+                "output-locked",
+                fix="wait until it ends, or choose another --out file",
+            ) from None
 
     def _rename_old(self) -> None:
         """Rename the file, and those of its facts and checksums, to the first free name."""
         names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
-        target = next(
-            path
-            for path in names
-            if not any(p.exists() for p in (path, _facts_path(path), _checksum_path(path)))
+        target = rename(
+            self.path,
+            (p for p in names if not (_facts_path(p).exists() or _checksum_path(p).exists())),
         )
-        self.path.rename(target)
         for old, new in (
             (self.facts_path, _facts_path(target)),
             (self.checksum_path, _checksum_path(target)),
         ):
             if old.exists():
-                old.rename(new)
+                rename(old, [new])
 
     def _count_finished(self, num_lines: int) -> int:
-        present = sum(1 for _ in self._lines()) - self.num_appended_to
+        present = len(self._file) - self.num_appended_to
         if present < 0:
             raise self._error(f"{-present} lines of the file are missing", "output-lines-missing")
         if present > num_lines:
@@ -517,6 +505,13 @@ class OutputFile:
             "this line was not written by this command", "output-line-foreign", number
         )
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(
+            self.path,
+            "free disk space or make the file writable, then rerun the same command to resume; or "
+            "choose another --out file",
+        )
+
     def _error(
         self, message: str, code: str, line: int | None = None, *, fix: str = START_OVER
     ) -> UserError:
@@ -525,46 +520,28 @@ class OutputFile:
 
     def truncate(self, about: Mapping[str, Any]) -> None:
         """Save the facts, and truncate the file to the lines to keep."""
-        try:
+        with self._writing():
             earlier = {EARLIER: self.earlier} if self.earlier else {}
             content = {**self.facts, **earlier, ABOUT: {**about, "lines": self.num_expected}}
-            partial = self.facts_path.with_name(f".{self.facts_path.name}.part")
-            partial.write_text(
-                json.dumps(add_checksum(content), indent=1, ensure_ascii=False), encoding="utf-8"
-            )
-            partial.replace(self.facts_path)
+            text = json.dumps(add_checksum(content), indent=1, ensure_ascii=False)
+            atomic_write(self.facts_path, text)
             num_lines = self.num_appended_to + self.num_existing
-            self._file.truncate(sum(len(line) for line in islice(self._lines(), num_lines)))
-            self._checksums.truncate(num_lines * CHECKSUM_BYTES)
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            self._file.truncate(num_lines)
+            self._checksums.truncate(num_lines)
 
     def write(self, lines: Sequence[str]) -> None:
         """Append complete windows."""
-        try:
-            encoded = [f"{line}\n".encode() for line in lines]
-            self._checksums.write(b"".join(_checksum(line) + b"\n" for line in encoded))
-            self._checksums.flush()
-            self._file.write(b"".join(encoded))
-            self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+        encoded = [f"{line}\n".encode() for line in lines]
+        with self._writing():
+            self._checksums.write([_checksum(line) + b"\n" for line in encoded])
+            self._file.write(encoded)
 
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            with self._checksums:
-                self._file.close()
-        except OSError as late:  # closing retries to write a window that could not be written
-            if error is None:
-                raise _cannot_write(self.path, late) from late
+    def __exit__(self, *_: object) -> None:
+        self._checksums.close()
+        self._file.close()
 
 
 def _difference(name: str, stored: Any, value: Any) -> str:
@@ -658,13 +635,3 @@ def _checksum_path(path: Path) -> Path:
 def _checksum(line: bytes) -> bytes:
     """The CRC-32 of a line with its end, as in the checksum file."""
     return b"%08x" % crc32(line)
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"the file cannot be written ({error.strerror})",
-        code="file-not-writable",
-        where=str(path),
-        fix="free disk space or make the file writable, then rerun the same command to resume; or "
-        "choose another --out file",
-    )

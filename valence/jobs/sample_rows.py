@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
-from valence.storage import add_checksum, verify
+from valence.storage import Journal, writing
 from valence.trainer.evaluate import as_text
 from valence.trainer.sampling import PolicySampler, check_can_generate
 from valence.trainer.targets import is_run, load_target, with_files
@@ -497,15 +497,14 @@ class PendingAnswers:
     def __init__(self, out: Path, request: str) -> None:
         self.path, self.request = out.with_name(f".{out.name}.pending"), request
         self._answers: dict[int, dict[int, Completion]] = {}
-        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        for line in lines:
-            try:
-                record = verify(json.loads(line), required=True)
-                if record["by"] == request:
-                    self._store(record["position"], _completion(record["completion"]))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # cut off by a crash: the answer is generated again
-        self._is_cut = bool(lines) and not self.path.read_bytes().endswith(b"\n")
+        with self._writing():
+            # a damaged line is skipped: its answer is generated again
+            self._journal = Journal(
+                self.path, _pending_answer, lambda *_: None, create=False, sync=False
+            )
+            for by, position, completion in self._journal:
+                if by == request:
+                    self._store(position, completion)
 
     def _store(self, position: int, completion: Completion) -> None:
         self._answers.setdefault(position, {})[completion.index] = completion
@@ -524,21 +523,18 @@ class PendingAnswers:
     def add(self, position: int, completion: Completion) -> None:
         """Write an answer. Raises UserError if that fails."""
         record = {"by": self.request, "position": position, "completion": asdict(completion)}
-        line = json.dumps(add_checksum(record), ensure_ascii=False)
-        try:
-            with self.path.open("ab") as file:
-                file.write(b"\n" * self._is_cut + line.encode() + b"\n")
-        except OSError as error:
-            raise UserError(
-                f"the file cannot be written ({error.strerror})",
-                code="file-not-writable",
-                where=str(self.path),
-                fix="free disk space, then rerun the same command to resume",
-            ) from error
-        self._is_cut = False
+        with self._writing():
+            self._journal.append(record)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "free disk space, then rerun the same command to resume")
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        self._journal.remove()
+
+
+def _pending_answer(record: Mapping[str, Any]) -> tuple[str, int, Completion]:
+    return record["by"], record["position"], _completion(record["completion"])
 
 
 def _has_all(job: RowJob, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> bool:

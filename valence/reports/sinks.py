@@ -96,6 +96,11 @@ class JsonlSink:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = LineFile(path, sync=False)
+            if self._file.num_incomplete:
+                warn(
+                    f"{path}: cut off an unfinished last line of {self._file.num_incomplete} bytes"
+                )
+                self._file.truncate(len(self._file))
             self._read()
         except OSError as error:
             raise UserError(
@@ -104,8 +109,6 @@ class JsonlSink:
                 where=str(path),
                 fix="make the file and its folder writable, or choose another run.dir",
             ) from error
-        if self._file.num_cut:
-            self._warn(f"{path}: cut off an unfinished last line of {self._file.num_cut} bytes")
 
     def _read(self) -> None:
         content = self.path.read_bytes()

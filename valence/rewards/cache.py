@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from valence.errors import UserError
 from valence.rewards.calls import Calls
-from valence.storage import add_checksum, make_folder, open_file, verify
+from valence.storage import SharedJournal, make_folder
 from valence.types import Completion, Score
 from valence.version import __version__
 
@@ -26,25 +26,29 @@ MAX_SCORES = 2**16
 """Maximum number of scores of a reward in memory: about 32 MB if each has one part."""
 
 
-class SharedLines:
-    """An append-only file of JSON objects, to which several processes may append.
+class SharedLines(Generic[T]):
+    """A file of results that several processes share; the first line says what they depend on.
 
-    Each line has its checksum, and the first one says what the file is about. A damaged line counts
-    as absent, with one warning for the first. An incomplete last line of a killed process is
-    ignored, as every write starts with a line break. If writing fails, ``trouble`` says why.
-
-    noun: what the lines are, for messages.
+    A damaged line counts as absent, with one warning for the first. If writing fails, ``trouble``
+    says why. parse: raises ValueError for another line. noun: what the lines are, for messages.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], noun: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        noun: str,
+        parse: Callable[[Mapping[str, Any]], T],
+    ) -> None:
         self.path, self.noun, self.trouble = path, noun, ""
-        self._position = self._num_lines = 0
         self._warned = False
+        self._journal = SharedJournal(
+            path, lambda entry: None if HEADER in entry else parse(entry), self._warn_of_damage
+        )
         try:
             make_folder(path.parent, path.parent.parent)
             if not path.exists():
-                about = {HEADER: identity, "by": f"valence {__version__}"}
-                self._write(json.dumps(add_checksum(about)))
+                self._journal.append({HEADER: identity, "by": f"valence {__version__}"})
         except OSError as error:
             raise UserError(
                 f"the cache of {noun} cannot be written ({error.strerror})",
@@ -55,7 +59,7 @@ class SharedLines:
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         try:
-            self._write("\n".join(json.dumps(add_checksum(entry)) for entry in entries))
+            self._journal.append(*entries)
         except OSError as error:
             if not self.trouble:
                 self.trouble = (
@@ -64,38 +68,21 @@ class SharedLines:
                 )
                 warnings.warn(self.trouble, stacklevel=3)
 
-    def read_new(self, parse: Callable[[Mapping[str, Any]], T]) -> Iterator[T]:
-        """The lines that this process or another has appended since the last call. parse: raises
-        ValueError for a line that is something else.
-        """
+    def read_new(self) -> Iterator[T]:
+        """The results that this process or another has appended since the last call."""
         # if the file was moved, keep the entries in memory
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
-                self._num_lines += 1
-                try:
-                    entry = _verified(line)
-                    if entry is not None:
-                        yield parse(entry)
-                except ValueError:
-                    self._warn_of_damage()
+        with contextlib.suppress(OSError):
+            for result in self._journal.read_new():
+                if result is not None:
+                    yield result
 
-    def _warn_of_damage(self) -> None:
+    def _warn_of_damage(self, number: int, error: Exception) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._num_lines}: the line is damaged; its scores are computed "
-                f"again",
+                f"{self.path}:{number}: the line is damaged; its scores are computed again",
                 stacklevel=5,
             )
         self._warned = True
-
-    def _write(self, text: str) -> None:
-        """Append in one write, so that lines of several processes do not mix."""
-        with open_file(self.path, self.path.parent, append=True) as file:
-            file.write(f"\n{text}\n".encode())
 
 
 class ScoreCache:
@@ -110,7 +97,9 @@ class ScoreCache:
     ) -> None:
         self.folder, self.identity, self.max_scores = folder, identity, max_scores
         self.path = None if folder is None else folder / f"{digest(identity)}.jsonl"
-        self._lines = None if self.path is None else SharedLines(self.path, identity, "scores")
+        self._lines = (
+            None if self.path is None else SharedLines(self.path, identity, "scores", _parse_score)
+        )
         self._scores = OrderedDict[str, Score]()
         self.refresh()
 
@@ -146,7 +135,7 @@ class ScoreCache:
         """Read the scores that were added to the file, by this process or another."""
         if self._lines is None:
             return
-        for key, score in self._lines.read_new(_parse_score):
+        for key, score in self._lines.read_new():
             if key not in self._scores:
                 self._insert(key, score)
 
@@ -234,20 +223,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a {type(value).__name__} is not JSON")
-
-
-def _verified(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None for the header, an empty and an incomplete line.
-
-    Raises ValueError for a damaged line.
-    """
-    if not line.rstrip().endswith(b"}"):
-        return None
-    try:
-        entry = verify(json.loads(line), required=True)
-    except (TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    return None if HEADER in entry else entry
 
 
 def _parse_score(entry: Mapping[str, Any]) -> tuple[str, Score]:

@@ -162,7 +162,9 @@ class ReplyLog:
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
         self.path = None if folder is None else folder / f"judge-{digest(identity)}.jsonl"
-        self._lines = None if self.path is None else SharedLines(self.path, identity, "replies")
+        self._lines = (
+            None if self.path is None else SharedLines(self.path, identity, "replies", _parse_reply)
+        )
         self._replies: dict[str, str] = {}
         self.input_tokens = self.output_tokens = self.num_replies = 0
         self.refresh()
@@ -191,7 +193,7 @@ class ReplyLog:
     def refresh(self) -> None:
         """Read the replies that were added to the file, by this process or another."""
         if self._lines is not None:
-            for request, reply, is_valid in self._lines.read_new(_parse_reply):
+            for request, reply, is_valid in self._lines.read_new():
                 self._count(request, reply, is_valid)
 
     def _count(self, request: str, reply: JudgeReply, is_valid: bool) -> None:

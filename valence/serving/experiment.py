@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from valence.errors import UserError
-from valence.files import refuse_links
 from valence.serving.sequential import (
     ALPHA,
     MIN_VOTES,
@@ -23,7 +21,7 @@ from valence.serving.sequential import (
     rate_interval,
     sequential_test,
 )
-from valence.storage import add_checksum, verify, write_all
+from valence.storage import Journal, read_journal, writing
 
 Side = Literal["a", "b"]
 SIDES: tuple[Side, Side] = ("a", "b")
@@ -151,16 +149,11 @@ class Experiment:
     def __init__(self, path: Path, runs: tuple[ServedRun, ServedRun], share: float) -> None:
         self.path = path
         self._lock = threading.Lock()
-        refuse_links(path, path.parent)
-        try:
-            self._file = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise _not_writable(path, error, "set --out to another file") from error
+        with writing(path, "set --out to another file"):
+            self._journal = Journal(path, dict, partial(_foreign, path))
         with ExitStack() as failing:
-            failing.callback(self._file.close)
-            self._size, records = _read(path)
-            self._file.truncate(self._size)  # a line that a crash has cut off
-            if records:
+            failing.callback(self.close)
+            if records := list(self._journal):
                 self.plan, self._votes = _parse(path, records)
                 self._check_plan(runs, share)
             else:
@@ -216,17 +209,11 @@ class Experiment:
             self._votes.append(vote)
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        data = f"{json.dumps(add_checksum(record))}\n".encode()
-        try:
-            write_all(self._file, data)
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(self._size)
-            raise _not_writable(self.path, error, "free disk space, then vote again") from error
-        self._size += len(data)
+        with writing(self.path, "free disk space, then vote again"):
+            self._journal.append(record)
 
     def close(self) -> None:
-        self._file.close()
+        self._journal.close()
 
 
 def ab_path(out: Path) -> Path:
@@ -241,7 +228,7 @@ def read_result(out: Path) -> AbResult:
     """
     path = ab_path(out)
     try:
-        _, records = _read(path)
+        records = list(read_journal(path, dict, partial(_foreign, path)))
     except OSError as error:
         raise UserError(
             f"there is no A/B test ({error.strerror})",
@@ -309,25 +296,6 @@ def _ab_result(plan: AbPlan, a: SideResult, b: SideResult, test: SequentialResul
     )
 
 
-def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The complete lines of a file: their bytes, and their records. Raises UserError."""
-    size, records = 0, list[dict[str, Any]]()
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            records.append(verify(json.loads(line), required=True))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise _foreign(path, number, error) from error
-        size += len(line)
-    return size, records
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
-
-
 def _parse(path: Path, records: Sequence[Mapping[str, Any]]) -> tuple[AbPlan, list[AbVote]]:
     number = 1
     try:
@@ -347,13 +315,4 @@ def _foreign(path: Path, number: int, error: object) -> UserError:
         code="output-line-foreign",
         where=f"{path}:{number}",
         fix="restore the file from a backup, or use another file",
-    )
-
-
-def _not_writable(path: Path, error: OSError, fix: str) -> UserError:
-    return UserError(
-        f"the file cannot be written ({error.strerror})",
-        code="file-not-writable",
-        where=str(path),
-        fix=fix,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -12,19 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from valence.data.importers import records
 from valence.data.importers.records import HashedRater, Vote, hash_rater
 from valence.data.importers.rows import RowKind, make_rows, pairs_left_out
 from valence.errors import UserError
-from valence.files import refuse_links
 from valence.jobs.import_store import ImportStore
-from valence.jobs.row_job import as_line
 from valence.rollouts import Sampling
 from valence.serving.chat import Answer
 from valence.serving.prompts import prompt_id
-from valence.storage import add_checksum, verify, write_all
+from valence.storage import Journal, writing
 from valence.types import Completion, Message, Origin
 
 SOURCE = "valence"
@@ -73,48 +69,22 @@ class AnswerFile:
         self.path = path
         self._lock = threading.Lock()
         self._recent: OrderedDict[str, Answer] = OrderedDict()
-        self._places: dict[str, _Place] = {}
-        refuse_links(path, path.parent)
-        try:
-            self._file = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise self._not_writable(error, "choose another file with --out") from error
+        with writing(path, "choose another file with --out"):
+            self._journal = Journal(path, _read_answer, self._not_an_answer)
         with ExitStack() as failing:
-            failing.callback(self._file.close)
-            self._size = self._index_lines()
+            failing.callback(self.close)
+            self._numbers = {answer.id: i for i, answer in enumerate(self._journal, 1)}
             failing.pop_all()
-
-    def _index_lines(self) -> int:
-        """Index the lines and return their size in bytes. An incomplete last line is removed."""
-        size = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    self._file.truncate(size)
-                    break
-                try:
-                    id = str(json.loads(line)["id"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise self._not_an_answer(number, error) from error
-                self._places[id] = _Place(number, size, len(line))
-                size += len(line)
-        return size
 
     def add(self, answer: Answer) -> None:
         """Append an answer. It is on the disk when this returns.
 
         Raises UserError when it cannot be written; the file is then as it was.
         """
-        data = f"{as_line(add_checksum(_answer_line(answer)))}\n".encode()
         with self._lock:
-            try:
-                write_all(self._file, data)
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                self._file.truncate(self._size)
-                raise self._not_writable(error, "free disk space, then retry") from error
-            self._places[answer.id] = _Place(len(self._places) + 1, self._size, len(data))
-            self._size += len(data)
+            with writing(self.path, "free disk space, then retry"):
+                self._journal.append(_answer_line(answer))
+            self._numbers[answer.id] = len(self._journal)
             self._recent[answer.id] = answer
             if len(self._recent) > RECENT:
                 self._recent.popitem(last=False)
@@ -124,27 +94,15 @@ class AnswerFile:
         with self._lock:
             if id in self._recent:
                 return self._recent[id]
-            place = self._places[id]
-        data = os.pread(self._file.fileno(), place.size, place.start)
-        try:
-            return _read_answer(verify(json.loads(data), required=True))
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._not_an_answer(place.number, error) from error
+            number = self._numbers[id]
+        return self._journal.get(number)
 
     def origin(self, id: str) -> Origin:
         """Where an answer is in the file. Raises KeyError when there is none with this id."""
-        return Origin(self.path.name, self._places[id].number)
+        return Origin(self.path.name, self._numbers[id])
 
     def close(self) -> None:
-        self._file.close()
-
-    def _not_writable(self, error: OSError, fix: str) -> UserError:
-        return UserError(
-            f"the file cannot be written ({error.strerror})",
-            code="file-not-writable",
-            where=str(self.path),
-            fix=fix,
-        )
+        self._journal.close()
 
     def _not_an_answer(self, number: int, error: Exception) -> UserError:
         return UserError(
@@ -153,14 +111,6 @@ class AnswerFile:
             where=f"{self.path}:{number}",
             fix="remove this line, or choose another file with --out",
         )
-
-
-class _Place(NamedTuple):
-    """The line of an answer: its number, from 1, and its bytes."""
-
-    number: int
-    start: int
-    size: int
 
 
 class FeedbackStore:
@@ -197,7 +147,7 @@ class FeedbackStore:
         self._num_pairs_left_out = 0
         for vote in self._store.votes:
             self._count(vote)
-        if self._store.pending_size:
+        if self._store.num_pending:
             self._changed.set()
         self._thread = threading.Thread(target=self._write_rows, name="valence-rows", daemon=True)
         self._thread.start()
@@ -221,7 +171,7 @@ class FeedbackStore:
         """Write the rows of all votes. Raises UserError when the files cannot be written."""
         with self._writing:
             with self._lock:
-                votes, pending = list(self._votes.values()), self._store.pending_size
+                votes, pending = list(self._votes.values()), self._store.num_pending
             imported = make_rows(votes)
             self._store.write(votes, imported, self._main, pending=pending)
             self._num_pairs_left_out = imported.num_pairs_left_out
@@ -237,7 +187,7 @@ class FeedbackStore:
         self._changed.set()
         self._thread.join()
         try:
-            if self._store.pending_size:
+            if self._store.num_pending:
                 self.flush()
         finally:
             self._files.close()
