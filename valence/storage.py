@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Self, TypeVar
+from typing import Any, BinaryIO, Generic, Self, TypeVar, cast
 from zlib import crc32
 
 from safetensors import SafetensorError
@@ -114,19 +114,20 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
     cannot be opened.
     """
     refuse_links(path.parent, root)
-    flags = (
-        os.O_CREAT
-        | os.O_NOFOLLOW
-        | os.O_CLOEXEC
-        | (os.O_RDWR | os.O_APPEND if append else os.O_WRONLY | os.O_TRUNC)
-    )
+    flags = os.O_RDWR | os.O_APPEND if append else os.O_WRONLY | os.O_TRUNC
+    return _open(path, flags, "a+b" if append else "wb")
+
+
+def _open(path: Path, flags: int, mode: str) -> BinaryIO:
+    """Open a file, which is created if needed, unbuffered. Raises as ``open_file`` does."""
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise link_error(path) from error
         raise
-    return os.fdopen(handle, "a+b" if append else "wb", buffering=0)
+    return cast("BinaryIO", os.fdopen(handle, mode, buffering=0))
 
 
 def make_folder(path: Path, root: Path) -> None:
@@ -138,7 +139,7 @@ def make_folder(path: Path, root: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def write_all(file: BinaryIO, content: bytes) -> None:
+def write_all(file: BinaryIO, content: bytes | bytearray) -> None:
     """Write all of the content to an unbuffered file. Raises OSError."""
     view = memoryview(content)
     while view:
@@ -266,15 +267,14 @@ def publish_folder(temporary: Path, target: Path) -> None:
 # Locks
 
 
-def open_locked(path: Path, mode: str = "a+b") -> BinaryIO | None:
+def open_locked(path: Path, *, append: bool = False) -> BinaryIO | None:
     """Open a file that one process at a time may use, until it is closed. None: another one has it,
     or has renamed it just now.
 
     Raises OSError.
     """
-    refuse_links(path, path.parent)
     with ExitStack() as stack:
-        file: Any = stack.enter_context(path.open(mode, buffering=0))
+        file = stack.enter_context(_open(path, os.O_RDWR | os.O_APPEND * append, "r+b"))
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -590,7 +590,7 @@ class LineFile:
         self._ends = array("q")
         self._file: BinaryIO | None = None
         if lock:
-            self._file = open_locked(path)
+            self._file = open_locked(path, append=True)
             if self._file is None:
                 raise InUseError(str(path))
         elif create or path.exists():

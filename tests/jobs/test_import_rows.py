@@ -33,10 +33,11 @@ from tests.jobs.chat_log import (
     read,
     write_export,
 )
+from valence import storage
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.kind_names import METHOD_FOR, WORDS
-from valence.jobs import import_rows
+from valence.jobs import import_rows, import_store
 from valence.jobs.import_rows import ImportSummary, import_feedback, print_summary
 from valence.jobs.import_store import ImportStore, merge_votes
 from valence.reports.verdict import rows_needed
@@ -655,7 +656,7 @@ def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            path = args[1] if isinstance(args[0], ImportStore) else args[0]
+            path = args[0]
             is_change = function.__name__ != "unlink" or path.exists()
             if is_change and not path.name.endswith(".lock"):
                 results.append(1)
@@ -667,7 +668,9 @@ def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]
 
     monkeypatch.setattr(Path, "replace", counted(Path.replace))
     monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
-    monkeypatch.setattr(ImportStore, "_prepare", counted(ImportStore._prepare))
+    write_part = counted(storage.write_part)
+    monkeypatch.setattr(storage, "write_part", write_part)
+    monkeypatch.setattr(import_store, "write_part", write_part)
     return results
 
 

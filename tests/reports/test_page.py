@@ -250,9 +250,7 @@ def test_without_plotly_the_page_explains_how_to_get_curves(run_dir, monkeypatch
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
     first = write_page(run_dir).read_text(encoding="utf-8")
-    monkeypatch.setattr(
-        "valence.reports.rendering.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
-    )
+    monkeypatch.setattr("os.fsync", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         write_page(run_dir)
     assert (run_dir / "report.html").read_text(encoding="utf-8") == first

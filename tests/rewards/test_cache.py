@@ -310,7 +310,7 @@ def test_a_disk_that_is_full_costs_the_file_and_no_score(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("valence.rewards.cache.open_file", full)
+    monkeypatch.setattr("valence.storage.open_file", full)
     with pytest.warns(UserWarning, match="No space left"):
         cache.add(scores_of(1))
     cache.add(scores_of(1, 5))

@@ -676,8 +676,7 @@ def test_a_full_disk_is_told_to_the_rater_and_logged(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("valence.jobs.import_store.write_all", fail)
-    monkeypatch.setattr("valence.serving.feedback.write_all", fail)
+    monkeypatch.setattr("valence.storage.write_all", fail)
     vote = served.post("/api/rate", {"answer": id, "label": True})
     assert (vote.status_code, error_of(vote)["code"]) == (507, "file-not-writable")
     assert served.ask()[-1]["error"]["code"] == "file-not-writable"

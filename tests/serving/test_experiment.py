@@ -201,7 +201,7 @@ def test_a_vote_that_cannot_be_written_is_an_error(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("valence.serving.experiment.write_all", fail)
+            patch.setattr("valence.storage.write_all", fail)
             with raises_error("file-not-writable", where="feedback.ab.jsonl"):
                 experiment.vote(assignment, "1", "", True)
         experiment.vote(assignment, "1", "", False)

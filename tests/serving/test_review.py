@@ -32,7 +32,6 @@ from tests.serving.reviewing import (
 )
 from valence.data.importers.rows import RowKind
 from valence.data.load import DataFile, load
-from valence.jobs import review_labels
 from valence.jobs.audit_labels import RowAudit, audit_rows
 from valence.jobs.import_rows import import_feedback
 from valence.jobs.review_labels import CASE_ROWS, Choice, LabelReview, find_suspicions, make_cases
@@ -456,11 +455,11 @@ def test_a_full_disk_loses_no_decision(serve: Serve, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(review_labels, "write_all", fail)
+        patch.setattr("valence.storage.write_all", fail)
         assert served.decide(1, "drop").status_code == 507
     assert choices(served.review) == ["flip", None, None, None, None]
     with monkeypatch.context() as patch:
-        patch.setattr(review_labels, "open_file", fail)
+        patch.setattr("valence.storage.write_part", fail)
         assert served.decide(1, "keep").status_code == 200
     assert served.errors
     served.close()

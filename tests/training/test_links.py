@@ -99,8 +99,8 @@ def test_a_page_is_not_written_through_a_link(
     outside: Path,
 ) -> None:
     shared_runs.copy(tmp_path, killed_at=3)
-    put_link(tmp_path / "run/report.html.tmp", outside / "file")
-    with raises_error("path-is-symlink", where="report.html.tmp"):
+    put_link(tmp_path / "run/.report.html.part", outside / "file")
+    with raises_error("path-is-symlink", where=".report.html.part"):
         invoke("report", str(tmp_path / "run"))
     assert is_untouched(outside)
 

@@ -8,14 +8,13 @@ entry, and a damaged entry is written again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from struct import Struct
@@ -26,7 +25,16 @@ from zlib import crc32
 import numpy as np
 
 from valence.data.tokenized_dataset import Array
-from valence.storage import ChecksumError, add_checksum, read_json, verify
+from valence.storage import (
+    ChecksumError,
+    add_checksum,
+    lock_file,
+    open_locked,
+    publish_folder,
+    read_json,
+    verify,
+    write_all,
+)
 
 ENTRY_FILE = "entry.json"
 FORMAT = 1
@@ -107,10 +115,9 @@ class ColumnWriter:
                 self._files[name] = (self._folder / name).open("wb", buffering=0)
         for name, pieces in self._pieces.items():
             for values in pieces:
-                content = memoryview(values.tobytes())
+                content = values.tobytes()
                 self._checksums[name] = crc32(content, self._checksums[name])
-                while content:
-                    content = content[self._files[name].write(content) or 0 :]
+                write_all(self._files[name], content)
             pieces.clear()
         self._num_bytes = 0
 
@@ -131,15 +138,10 @@ class ColumnWriter:
         assert self._entry is not None
         self._write()
         assert self._folder is not None
-        for file in self._files.values():
-            os.fsync(file.fileno())
         content = {"format": FORMAT, "checksums": self._checksums, "metadata": metadata}
-        with (self._folder / ENTRY_FILE).open("w", encoding="utf-8") as file:
-            json.dump(add_checksum(content), file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(self._entry, ignore_errors=True)
-        self._folder.rename(self._entry)
+        text = json.dumps(add_checksum(content))
+        (self._folder / ENTRY_FILE).write_text(text, encoding="utf-8")
+        publish_folder(self._folder, self._entry)
         self._folder = None
 
     def _discard(self) -> None:
@@ -204,21 +206,11 @@ def _lock(entry: Path, progress: Progress) -> BinaryIO | None:
     with _storage_errors():
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = _lock_path(entry)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        file = os.fdopen(descriptor, "r+b", buffering=0)
-    counts = b""
-    with ExitStack() as stack:
-        stack.callback(file.close)
-        with _storage_errors():
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # another process may have deleted the file since it was opened
-                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    file.truncate(0)
-                    stack.pop_all()
-                    return file
-            except BlockingIOError:
-                counts = os.pread(file.fileno(), COUNTS.size, 0)
+        file = open_locked(path)
+        if file is not None:
+            file.truncate(0)
+            return file
+        counts = path.read_bytes()[: COUNTS.size] if path.exists() else b""
     if len(counts) == COUNTS.size:
         progress(*COUNTS.unpack(counts))
     return None
@@ -258,11 +250,9 @@ def prune(entry: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
 
 def _remove_unlocked(path: Path, entry: Path) -> None:
     """Remove a folder unless another process holds the lock of its entry."""
-    lock = _lock_path(entry)
-    with lock.open("ab") as file, suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+    with lock_file(_lock_path(entry)) as is_locked:
+        if is_locked:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _size(path: Path) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valence.errors import UserError
-from valence.storage import make_folder
+from valence.storage import fsync_path, make_folder, write_all
 
 Array = NDArray[np.floating[Any]]
 Header = Mapping[str, Any]
@@ -242,14 +242,10 @@ class LogProbStore:
         """Block until all entries of this process are on the disk. Raises OSError."""
         with self._lock:  # the caller may be a thread that writes a checkpoint
             self._write_out()
-        for file in self._output[1:] if self._output else ():
-            os.fsync(file.fileno())
         if self._output:
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            file = self._output[0]
+            for path in (file.path.with_suffix(".index"), file.values, self.folder):
+                fsync_path(path)
 
     def _write_out(self) -> None:
         if not self._unwritten:
@@ -275,8 +271,8 @@ class LogProbStore:
             rows += fields + CHECK.pack(crc32(fields))
             numbers += raw
             start += len(array)
-        _write(values, numbers)
-        _write(index, rows)
+        write_all(values, numbers)
+        write_all(index, rows)
         self._num_written, file.num_rows = start, file.num_rows + len(locations)
         self._locations |= locations
 
@@ -287,7 +283,7 @@ class LogProbStore:
         header = json.dumps(file.header).encode().ljust(HEADER_SIZE - CHECK.size)
         path = file.path.with_suffix(".index")
         index, values = path.open("xb", buffering=0), file.values.open("xb", buffering=0)
-        _write(index, header + CHECK.pack(crc32(header)))
+        write_all(index, header + CHECK.pack(crc32(header)))
         self._files[path.name] = file
         return file, index, values
 
@@ -319,8 +315,3 @@ def _parse_header(raw: bytes) -> Header | None:
     """Return the header of an index; None if it is damaged."""
     text, check = raw[: -CHECK.size], raw[-CHECK.size :]
     return json.loads(text) if CHECK.pack(crc32(text)) == check else None
-
-
-def _write(file: BinaryIO, data: bytes | bytearray) -> None:
-    if file.write(data) != len(data):
-        raise OSError("no space left on the device")
