@@ -6,7 +6,8 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,12 @@ def main() -> None:
         scratch = Path(name)
         write_inputs(scratch / "inputs")
         if arguments.command == "record":
-            sys.exit(_record(arguments.folder, arguments.tree, scratch / "inputs", plan))
+            sys.exit(_record({arguments.folder: arguments.tree}, scratch / "inputs", plan))
         remaining = arguments.keep or scratch
+        folders = remaining / "before", remaining / "after"
         with worktree(arguments.revision, scratch / "tree") as tree:
-            _record(remaining / "before", tree, scratch / "inputs", plan)
-        _record(remaining / "after", ROOT, scratch / "inputs", plan)
-        sys.exit(0 if compare(remaining / "before", remaining / "after") else 1)
+            _record(dict(zip(folders, (tree, ROOT), strict=True)), scratch / "inputs", plan)
+        sys.exit(0 if compare(*folders) else 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,20 +86,31 @@ def _select(parts: Sequence[str], only: Sequence[str] | None) -> Plan:
     return Plan(recipes, select(OUTPUTS, names), select(ERRORS, names))
 
 
-def _record(folder: Path, tree: Path, inputs: Path, plan: Plan) -> int:
-    """Returns how many recipes failed, having printed why."""
-    began = time.monotonic()
-    print(f"{folder.name}: with the package of {tree}", flush=True)
-    errors = record(folder, tree, inputs, plan.recipes)
-    print(f"  {len(plan.recipes)} recipes: {time.monotonic() - began:.0f} s", flush=True)
-    for name, error in errors.items():
-        print(f"{name} failed:\n{error}")
-    if plan.outputs or plan.errors:
+def _record(trees: Mapping[Path, Path], inputs: Path, plan: Plan) -> int:
+    """Record into each new folder with the package of a tree. Returns how many recipes failed,
+    having printed why.
+    """
+    num_failed = 0
+    for folder, tree in trees.items():
+        print(f"{folder.name}: {len(plan.recipes)} recipes with the package of {tree}", flush=True)
         began = time.monotonic()
-        record_commands(folder, tree, inputs, plan.outputs, plan.errors)
-        num_commands = len(plan.outputs) + len(plan.errors)
-        print(f"  {num_commands} commands: {time.monotonic() - began:.0f} s", flush=True)
-    return len(errors)
+        errors = record(folder, tree, inputs, plan.recipes)
+        print(f"  {time.monotonic() - began:.0f} s in all", flush=True)
+        for name, error in errors.items():
+            print(f"{name} failed:\n{error}")
+        num_failed += len(errors)
+    if plan.outputs or plan.errors:
+        print(f"{len(plan.outputs) + len(plan.errors)} commands with each package", flush=True)
+        began = time.monotonic()
+        with ThreadPoolExecutor() as pool:  # of each tree, one runs at a time
+            jobs = [
+                pool.submit(record_commands, folder, tree, inputs, plan.outputs, plan.errors)
+                for folder, tree in trees.items()
+            ]
+        for job in jobs:
+            job.result()
+        print(f"  {time.monotonic() - began:.0f} s in all", flush=True)
+    return num_failed
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """What one steady step of a run touches: files and functions of the package, calls between files,
 depth of calls. A reader of the step has to turn as many pages.
 
-The step is what lies between the ends of the last two calls of the optimizer, so that no name in
-the package is needed.
+The step is what lies between the ends of two calls of the optimizer, so that no name in the package
+is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import valence
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.utils.logging import disable_progress_bar
 
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
@@ -70,8 +71,9 @@ class Trace:
             self.calls.append(Call(file, code.co_qualname, caller, len(files)))
 
     @property
-    def last_step(self) -> list[Call]:
-        before, end = self.steps[-2:]
+    def steady_step(self) -> list[Call]:
+        """The last but one, as the last prepares no further step."""
+        before, end = self.steps[-3:-1]
         return self.calls[before:end]
 
 
@@ -79,12 +81,13 @@ def print_touched() -> None:
     """Print a line for each method."""
     with TemporaryDirectory() as name:
         folder = Path(name)
+        disable_progress_bar()
         tokenizer = tiny_tokenizer()
         model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         for method in METHODS:
-            print(describe(method, _trace(method, folder).last_step), flush=True)
+            print(describe(method, _trace(method, folder).steady_step), flush=True)
 
 
 def describe(method: str, calls: list[Call]) -> str:
@@ -120,18 +123,12 @@ def _trace(method: str, folder: Path) -> Trace:
 
 @contextmanager
 def _traced(trace: Trace) -> Iterator[None]:
-    optimize = torch.optim.AdamW.step
-
-    def step(*args: Any, **options: Any) -> Any:
-        result = optimize(*args, **options)
-        trace.steps.append(len(trace.calls))
-        return result
-
-    with patch.object(torch.optim.AdamW, "step", step):
-        threading.setprofile(trace.profile)
-        sys.setprofile(trace.profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+    hook = register_optimizer_step_post_hook(lambda *_: trace.steps.append(len(trace.calls)))
+    threading.setprofile(trace.profile)
+    sys.setprofile(trace.profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        hook.remove()
