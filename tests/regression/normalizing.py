@@ -47,8 +47,11 @@ RULES = (
          r'("(?:seconds|tokens/s|memory)(?:/[^"]*)?": )[\d.e+-]+', r"\1<n>"),
     Rule("what is printed of the memory of the process", (*PRINTED, "*.json"),
          r"program \d+\.\d+ GB", "program <n> GB"),
-    Rule("checksum of a log and a file with durations", ("*/run.json",),
-         r'("crc": )\d+', r"\1<n>"),
+    Rule("checksum of a file with durations, digests of times, or absolute paths",
+         ("*/run.json", "*.about.json", "*.modules.json"), r'("crc": )\d+', r"\1<n>"),
+    Rule("digest of the times of files", ("*.about.json",), r'("model_files": )"\w+"', r'\1"<n>"'),
+    Rule("curves of durations, speeds and memory in the report of a run", ("*.html",),
+         r'("name":"(?:tokens/s|seconds|memory)[^{}]*"y":)\[[^\]]*\]', r"\1[<n>]"),
     Rule("size and checksum of a log with durations", ("*/checkpoints/*/state.json",),
          r'\["(bytes|crc)", \d+\]', r'["\1", <n>]'),
     Rule("checksum and size of the state, and the checksum of both",
@@ -85,6 +88,8 @@ class Normalizer:
         for rule in RULES:
             if any(fnmatch(name, pattern) for pattern in rule.files):
                 text = re.sub(rule.pattern, rule.replacement, text)
+        if name.endswith(".html"):
+            text = _without_charts(text)
         return re.sub(r"(?s)(<script[^>]*>)(.*?)(?=</script>)", _without_library, text)
 
     def _without_time(self, match: re.Match[str]) -> str:
@@ -93,6 +98,17 @@ class Normalizer:
         tolerance = timedelta(minutes=1)  # some are rounded to minutes
         is_now = self.began - tolerance <= time <= self.ended + tolerance
         return "<now>" if is_now else match[0]
+
+
+def _without_charts(text: str) -> str:
+    """A comparison of runs without the curves of durations, speeds and memory, which are found by
+    the label of the chart.
+    """
+    labels = r'id="(chart\d+)"[^>]*aria-label="(?:[^":]*: )?(?:tokens/s|seconds|memory)'
+    for chart in re.findall(labels, text):
+        data = re.compile(rf'(?s)"{chart}":\{{.*?(?="chart\d+":|</script>)')
+        text = data.sub(lambda match: re.sub(r'"y":\[[^\]]*\]', '"y":[<n>]', match[0]), text)
+    return text
 
 
 def _without_library(match: re.Match[str]) -> str:
