@@ -51,7 +51,7 @@ RULES = (
          ("*/run.json", "*.about.json", "*.modules.json"), r'("crc": )\d+', r"\1<n>"),
     Rule("digest of the times of files", ("*.about.json",), r'("model_files": )"\w+"', r'\1"<n>"'),
     Rule("curves of durations, speeds and memory in the report of a run", ("*.html",),
-         r'("name":"(?:tokens/s|seconds|memory)[^{}]*"y":)\[[^\]]*\]', r"\1[<n>]"),
+         r'("name":"(?:tokens/s|seconds|memory|[^"]*<time>)[^{}]*"y":)\[[^\]]*\]', r"\1[<n>]"),
     Rule("size and checksum of a log with durations", ("*/checkpoints/*/state.json",),
          r'\["(bytes|crc)", \d+\]', r'["\1", <n>]'),
     Rule("checksum and size of the state, and the checksum of both",
@@ -102,9 +102,9 @@ class Normalizer:
 
 def _without_charts(text: str) -> str:
     """A comparison of runs without the curves of durations, speeds and memory, which are found by
-    the label of the chart.
+    the caption of the chart.
     """
-    labels = r'id="(chart\d+)"[^>]*aria-label="(?:[^":]*: )?(?:tokens/s|seconds|memory)'
+    labels = r'<small>(?:tokens/s|seconds|memory)[^<]*</small></figcaption><div id="(chart\d+)"'
     for chart in re.findall(labels, text):
         data = re.compile(rf'(?s)"{chart}":\{{.*?(?="chart\d+":|</script>)')
         text = data.sub(lambda match: re.sub(r'"y":\[[^\]]*\]', '"y":[<n>]', match[0]), text)
