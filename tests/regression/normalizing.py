@@ -102,13 +102,16 @@ class Normalizer:
 
 def _without_charts(text: str) -> str:
     """A comparison of runs without the curves of durations, speeds and memory, which are found by
-    the caption of the chart.
+    the caption of the chart, and without durations on the horizontal axes.
     """
-    labels = r'<small>(?:tokens/s|seconds|memory)[^<]*</small></figcaption><div id="(chart\d+)"'
-    for chart in re.findall(labels, text):
-        data = re.compile(rf'(?s)"{chart}":\{{.*?(?="chart\d+":|</script>)')
-        text = data.sub(lambda match: re.sub(r'"y":\[[^\]]*\]', '"y":[<n>]', match[0]), text)
-    return text
+    captions = r'<small>(?:tokens/s|seconds|memory)[^<]*</small></figcaption><div id="(chart\d+)"'
+    changing = set(re.findall(captions, text))
+
+    def without(match: re.Match[str]) -> str:
+        axes = "y" * (match[1] in changing) + "x" * ("training time (" in match[0])
+        return re.sub(rf'"([{axes}])":\[[^\]]*\]', r'"\1":[<n>]', match[0]) if axes else match[0]
+
+    return re.sub(r'(?s)"(chart\d+)":\{.*?(?="chart\d+":|</script>)', without, text)
 
 
 def _without_library(match: re.Match[str]) -> str:
