@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -106,6 +106,8 @@ def _plan_change(path: str, change: Change) -> tuple[str, str, Any]:
             return path, "write", change.hex()
         case float():
             return path, "cut", change
+        case PurePosixPath():
+            return path, "copy", str(change)
         case _:
             return path, "replace", change
 

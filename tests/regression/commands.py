@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from tests.regression.exports import EXPORTS, Export
 
-Change = str | bytes | tuple[str, str] | float | None
+Change = str | bytes | tuple[str, str] | float | PurePosixPath | None
 """Of a file before a command: its text or bytes; a text in it that another one replaces; the share
-of it that remains; or None, which removes it."""
+of it that remains; the folder that is copied to it; or None, which removes it."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ OUTPUTS = (
     _command("runs", "runs", needs="train_kto train_grpo"),
     _command("runs_json", "runs --json", needs="train_kto train_grpo"),
     _command("report", "report runs/kto", needs="train_kto"),
-    _command("report_comparison", "report runs/kto runs/grpo --out out/comparison.html",
-             needs="make_folders train_kto train_grpo"),
+    # Runs with equal times, as a section is only shown if they differ.
+    _command("report_comparison", "report runs/kto runs/copy --out out/comparison.html",
+             needs="make_folders train_kto", **{"runs/copy": PurePosixPath("runs/kto")}),
     _command("report_markdown", "report runs/kto runs/grpo --md", needs="train_kto train_grpo"),
     # Models
     _command("sample_greedy", f"sample runs/kto {SHORT} --temperature 0 --prompt",

@@ -160,6 +160,9 @@ def _change(folder: Path, pattern: str, change: str, argument: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes.fromhex(argument))
         return
+    if change == "copy":
+        shutil.copytree(folder / argument, folder / pattern)
+        return
     paths = list(folder.glob(pattern))
     if not paths:
         raise FileNotFoundError(f"{folder / pattern} is to be changed, and does not exist")
