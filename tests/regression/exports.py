@@ -72,7 +72,7 @@ def _tested(module: ModuleType, argument: str = "row") -> Iterator[list[Any]]:
 
 
 def _distinct(row: Any, number: int) -> Any:
-    """The row with an id of its own: the readers keep one vote of an id."""
+    """The row with a distinct id: the readers keep one vote of an id."""
     is_named = isinstance(row, dict) and "id" in row
     return {**row, "id": f"{row['id']}-{number}"} if is_named else row
 

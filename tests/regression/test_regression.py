@@ -340,7 +340,7 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
             "training 3/3  99 tok/s  1m3s  loss 2",
             "training 3/3  <n> tok/s  <time>  loss 2",
         ),
-        ("stdout", "in /work/place/rows.jsonl", "in <folder>/rows.jsonl"),
+        ("stdout", "in /folder/place/rows.jsonl", "in <folder>/rows.jsonl"),
         ("a.jsonl", '{"seconds": 1.5, "loss": 0.25}', '{"seconds": <n>, "loss": 0.25}'),
         ("a.json", '"2026-05-01T12:00:05+00:00"', '"<now>+00:00"'),
         ("a.json", '"2026-05-01T11:00:05+00:00"', '"2026-05-01T11:00:05+00:00"'),
@@ -350,7 +350,7 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
     ],
 )
 def test_only_what_changes_each_time_is_replaced(name: str, text: str, expected: str) -> None:
-    normalizer = Normalizer({Path("/work/place"): "<folder>"}, NOW, NOW + timedelta(seconds=9))
+    normalizer = Normalizer({Path("/folder/place"): "<folder>"}, NOW, NOW + timedelta(seconds=9))
     assert normalizer.text(text, name) == expected
 
 
