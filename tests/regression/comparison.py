@@ -1,4 +1,6 @@
-"""Compare two recordings: the same metrics in the same steps, and the same weights."""
+"""Compare two recordings: the same metrics in the same steps, the same weights, and the same
+outputs and errors of commands.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.regression.command_comparison import compare_errors, compare_outputs
+from tests.regression.command_recording import ERRORS_FILE, OUTPUTS_FILE
 from tests.regression.recording import ERROR, INPUTS, METRICS, WEIGHTS
 
 TOLERANCE = 1e-6
@@ -73,9 +77,18 @@ def compare(ours: Path, theirs: Path, say: Callable[[str], None] = print) -> boo
     odd = sorted(name for name in {**inputs[0], **inputs[1]} if not _agree(inputs, name))
     if odd:
         say(f"the recordings have different inputs: {', '.join(odd)}")
-    comparisons = {
-        name: compare_recipe(ours / name, theirs / name) for name in _names(ours, theirs)
-    }
+    names = _names(ours, theirs)
+    parts = [not names or compare_recipes(ours, theirs, names, say)]
+    parts += [compare_part(ours, theirs, say) for compare_part in (compare_outputs, compare_errors)]
+    has_parts = names or any((ours / name).exists() for name in (OUTPUTS_FILE, ERRORS_FILE))
+    return all(parts) and bool(has_parts) and not odd
+
+
+def compare_recipes(
+    ours: Path, theirs: Path, names: Sequence[str], say: Callable[[str], None]
+) -> bool:
+    """Print how the recordings of recipes compare. Returns whether they agree."""
+    comparisons = {name: compare_recipe(ours / name, theirs / name) for name in names}
     for name, comparison in comparisons.items():
         first, *more = comparison.lines()
         say(f"{name:<20}{first}")
@@ -87,7 +100,7 @@ def compare(ours: Path, theirs: Path, say: Callable[[str], None] = print) -> boo
         f"{len(comparisons)} recipes: {identical} identical, {same - identical} within"
         f" {TOLERANCE:g}, {len(comparisons) - same} different"
     )
-    return bool(comparisons) and same == len(comparisons) and not odd
+    return same == len(comparisons)
 
 
 def compare_recipe(ours: Path, theirs: Path) -> Comparison:

@@ -1,4 +1,4 @@
-"""Models, tokenizers, rows, a reward function and recipes, written into one folder."""
+"""Models, tokenizers, rows, a reward function, recipes and exports, written into one folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from tests.regression.exports import EXPORTS
 from tests.regression.recipes import ARCHITECTURES, RECIPES
 from tests.tiny import CHATML, CORPUS, INST, tiny_tokenizer
 from tests.tiny_models import SMALL, tiny
@@ -37,7 +38,7 @@ def near_length(prompts, completions, length, *, scale, **columns):
 
 
 def write_inputs(folder: Path) -> None:
-    """Write everything that the recipes name. The same is written each time."""
+    """Write everything that the recipes and the commands name. The same is written each time."""
     disable_progress_bar()
     folder.mkdir(parents=True)
     for seed, architecture in enumerate(ARCHITECTURES):
@@ -50,6 +51,8 @@ def write_inputs(folder: Path) -> None:
             lines = (json.dumps(row(draw, i)) + "\n" for i in range(count))
             (folder / f"{kind}_{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "regression_rewards.py").write_text(REWARDS, encoding="utf-8")
+    for export in EXPORTS:
+        export.write(folder)
     (folder / "recipes").mkdir()
     for recipe in RECIPES:
         text = json.dumps(recipe.settings, indent=1)  # JSON is YAML

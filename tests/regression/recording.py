@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +35,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONHASHSEED": "0",
 }
+TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
+"""Variables that change how output is printed."""
 CHANGING = ("seconds", "tokens/s", "memory")
 """How the names of numbers begin that differ each time the same is computed."""
 INPUTS, MESSAGES = "inputs.json", "messages.txt"
@@ -51,42 +54,59 @@ def record(
     Raises FileExistsError for a folder that exists, and RuntimeError when the package cannot be
     imported from the tree.
     """
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     (out / INPUTS).write_text(json.dumps(digests(inputs), indent=1), encoding="utf-8")
     with TemporaryDirectory() as name:
         runs = Path(name)
-        result = _drive(runs, tree, inputs, recipes, out / MESSAGES)
+        plan = [_plan(recipe, runs) for recipe in recipes]
+        result = drive(runs, tree, inputs, out / MESSAGES, runs=plan) if plan else {}
         for recipe in recipes:
             _keep(out / recipe.name, runs / recipe.name, result[recipe.name]["error"])
     return {name: item["error"] for name, item in result.items() if item["error"]}
 
 
-def _drive(
-    runs: Path, tree: Path, inputs: Path, recipes: Sequence[Recipe], messages: Path
+def _plan(recipe: Recipe, runs: Path) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "recipe": recipe.path,
+        "folder": str(runs / recipe.name),
+        "processes": recipe.processes,
+        "starts": [vars(start) for start in recipe.starts],
+    }
+
+
+def drive(
+    work: Path,
+    tree: Path,
+    folder: Path,
+    messages: Path,
+    *,
+    runs: Sequence[Mapping[str, Any]] = (),
+    commands: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, dict[str, Any]]:
+    """Run the driver in ``folder`` with the package of a tree. Returns its result.
+
+    work: a folder for files of the driver. messages: a file for its standard error. runs,
+    commands: as ``driver.py`` describes them.
+    """
     plan = {
         "tree": str(tree.resolve()),
-        "runs": [
-            {
-                "name": recipe.name,
-                "recipe": recipe.path,
-                "folder": str(runs / recipe.name),
-                "processes": recipe.processes,
-                "starts": [vars(start) for start in recipe.starts],
-            }
-            for recipe in recipes
-        ],
-        "result": str(runs / "result.json"),
+        "runs": runs,
+        "commands": commands,
+        "result": str(work / "result.json"),
     }
-    (runs / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": plan["tree"]}
+    (work / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    variables = {"PYTHONPATH": plan["tree"], "XDG_CACHE_HOME": str(work / "cache")}
+    environment = os.environ | ENVIRONMENT | variables
+    for name in TERMINAL:
+        environment.pop(name, None)
     # -P: the driver's own folder is not searched for modules.
-    command = [sys.executable, "-P", str(DRIVER), str(runs / "plan.json")]
+    command = [sys.executable, "-P", str(DRIVER), str(work / "plan.json")]
     with messages.open("wb") as stderr:
-        done = subprocess.run(command, cwd=inputs, env=environment, stderr=stderr, check=False)
+        done = subprocess.run(command, cwd=folder, env=environment, stderr=stderr, check=False)
     if done.returncode:
         raise RuntimeError(messages.read_text(encoding="utf-8"))
-    return json.loads((runs / "result.json").read_text(encoding="utf-8"))
+    return json.loads((work / "result.json").read_text(encoding="utf-8"))
 
 
 def _keep(out: Path, run: Path, error: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.regression.__main__ import ROOT
+from tests.regression.command_recording import ERRORS_FILE, OUTPUTS_FILE, record_commands
+from tests.regression.commands import OUTPUTS, select
 from tests.regression.comparison import TOLERANCE, compare, compare_recipe
 from tests.regression.inputs import digests, write_inputs
+from tests.regression.mistakes import ERRORS
+from tests.regression.normalizing import Normalizer
 from tests.regression.recipes import RECIPES
 from tests.regression.recording import ERROR, INPUTS, METRICS, WEIGHTS, record
 
@@ -217,6 +222,165 @@ def test_a_package_from_elsewhere_is_not_recorded(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(RuntimeError):
         record(tmp_path / "out", empty, empty, RECIPES[:1])
+
+
+# Commands
+
+OUTPUT: dict[str, Any] = {
+    "status": 0,
+    "code": None,
+    "stdout": "one\ntwo\n",
+    "stderr": "",
+    "removed": [],
+    "files": {"rows.jsonl": "{}\n", "model.gguf": "SHA-256 0"},
+}
+ERROR_RECORD: dict[str, Any] = {
+    "status": 2,
+    "code": "setting-unknown",
+    "place": "recipe.yaml:3 (train.sed)",
+    "problems": [],
+    "sentence": "there is no such setting",
+}
+
+
+def write_commands(folder: Path, output: Mapping[str, Any], error: Mapping[str, Any]) -> Path:
+    """Write a recording of commands alone."""
+    folder.mkdir()
+    (folder / INPUTS).write_text("{}", encoding="utf-8")
+    records = ((OUTPUTS_FILE, output, OUTPUT), (ERRORS_FILE, error, ERROR_RECORD))
+    for file, first, second in records:
+        text = json.dumps({"first": first, "second": second})
+        (folder / file).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        ({"status": 1}, "status: 0 and 1"),
+        ({"code": "file-empty"}, "code: None and file-empty"),
+        ({"stdout": "one\nthree\n"}, "stdout"),
+        ({"stderr": "warning"}, "stderr"),
+        ({"removed": ["x"]}, "removed"),
+        ({"files": {"model.gguf": "SHA-256 0"}}, "rows.jsonl"),
+        ({"files": OUTPUT["files"] | {"new": ""}}, "new"),
+        ({"files": OUTPUT["files"] | {"model.gguf": "SHA-256 1"}}, "model.gguf"),
+        ({"files": OUTPUT["files"] | {"rows.jsonl": "{}"}}, "rows.jsonl"),
+    ],
+)
+def test_a_changed_output_is_reported(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    ours = write_commands(tmp_path / "ours", OUTPUT, ERROR_RECORD)
+    agree, lines = verdicts(ours, write_commands(tmp_path / "new", OUTPUT | changes, ERROR_RECORD))
+    assert agree is not bool(changes)
+    assert any(expected in line for line in lines)
+    assert f"2 outputs: {1 if changes else 2} identical, {int(bool(changes))} different" in lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        ({"status": 1}, "status: 2 and 1"),
+        ({"code": "setting-type"}, "code: setting-unknown and setting-type"),
+        ({"place": "recipe.yaml:4"}, "place: recipe.yaml:3 (train.sed) and recipe.yaml:4"),
+        ({"problems": [["setting-type", "recipe.yaml:4"]]}, "problems"),
+    ],
+)
+def test_a_changed_error_is_reported(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    ours = write_commands(tmp_path / "ours", OUTPUT, ERROR_RECORD)
+    write_commands(tmp_path / "new", OUTPUT, ERROR_RECORD | changes)
+    agree, lines = verdicts(ours, tmp_path / "new")
+    assert agree is not bool(changes)
+    assert any(expected in line for line in lines)
+
+
+def test_a_changed_sentence_is_printed_and_is_no_difference(tmp_path: Path) -> None:
+    ours = write_commands(tmp_path / "ours", OUTPUT, ERROR_RECORD)
+    error = ERROR_RECORD | {"sentence": "this setting does not exist"}
+    agree, lines = verdicts(ours, write_commands(tmp_path / "new", OUTPUT, error))
+    assert agree
+    assert any(error["sentence"] in line for line in lines)
+
+
+@pytest.mark.parametrize("file", [OUTPUTS_FILE, ERRORS_FILE])
+def test_a_part_or_a_command_that_one_recording_lacks_is_a_difference(
+    file: str, tmp_path: Path
+) -> None:
+    ours = write_commands(tmp_path / "ours", OUTPUT, ERROR_RECORD)
+    theirs = write_commands(tmp_path / "theirs", OUTPUT, ERROR_RECORD)
+    commands = json.loads((theirs / file).read_text(encoding="utf-8"))
+    (theirs / file).write_text(json.dumps({"first": commands["first"]}), encoding="utf-8")
+    assert not verdicts(ours, theirs)[0]
+    (theirs / file).unlink()
+    assert not verdicts(ours, theirs)[0]
+    assert not verdicts(theirs, ours)[0]
+
+
+def test_recordings_without_any_part_do_not_agree(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / INPUTS).write_text("{}", encoding="utf-8")
+    assert not verdicts(tmp_path / "ours", tmp_path / "theirs")[0]
+
+
+NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("stdout", "training 1/3  9.5 tok/s  0.3s left\nloss 0.5\n", "loss 0.5\n"),
+        (
+            "stdout",
+            "training 3/3  99 tok/s  1m3s  loss 2",
+            "training 3/3  <n> tok/s  <time>  loss 2",
+        ),
+        ("stdout", "in /folder/place/rows.jsonl", "in <folder>/rows.jsonl"),
+        ("a.jsonl", '{"seconds": 1.5, "loss": 0.25}', '{"seconds": <n>, "loss": 0.25}'),
+        ("a.json", '"2026-05-01T12:00:05+00:00"', '"<now>+00:00"'),
+        ("a.json", '"2026-05-01T11:00:05+00:00"', '"2026-05-01T11:00:05+00:00"'),
+        ("a/run.json", '{"crc": 5, "rows": 5}', '{"crc": <n>, "rows": 5}'),
+        ("a/rows.json", '{"crc": 5}', '{"crc": 5}'),
+        ("stdout", "AUC 0.78 on 6 rows, 78 %", "AUC 0.78 on 6 rows, 78 %"),
+    ],
+)
+def test_only_what_changes_each_time_is_replaced(name: str, text: str, expected: str) -> None:
+    normalizer = Normalizer({Path("/folder/place"): "<folder>"}, NOW, NOW + timedelta(seconds=9))
+    assert normalizer.text(text, name) == expected
+
+
+def test_names_are_distinct_and_every_command_that_is_needed_exists() -> None:
+    items = [*RECIPES, *OUTPUTS, *ERRORS]
+    assert len({item.name for item in items}) == len(items)
+    for command in OUTPUTS:
+        assert select(OUTPUTS, [command.name])[-1] == command
+
+
+@pytest.mark.slow
+def test_commands_are_recorded_twice_alike(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "inputs")
+    outputs = select(OUTPUTS, ["import_langfuse", "audit", "sample_seed", "runs", "report"])
+    errors = [item for item in ERRORS if item.name in ("error_setting_unknown", "error_row_syntax")]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / INPUTS).write_text("{}", encoding="utf-8")
+        record_commands(tmp_path / name, ROOT, tmp_path / "inputs", outputs, errors)
+    agree, lines = verdicts(tmp_path / "first", tmp_path / "second")
+    assert agree, lines
+    result = json.loads((tmp_path / "first" / ERRORS_FILE).read_text(encoding="utf-8"))
+    places = {name: (item["status"], item["code"], item["place"]) for name, item in result.items()}
+    assert places == {
+        "error_setting_unknown": (2, "setting-unknown", "command line (train.sed)"),
+        "error_row_syntax": (2, "json-syntax", "rows.jsonl:2"),
+    }
+    outputs_of = json.loads((tmp_path / "first" / OUTPUTS_FILE).read_text(encoding="utf-8"))
+    assert all(item["status"] == 0 for item in outputs_of.values())
+    assert "runs/kto/model/model.safetensors" in outputs_of["train_kto"]["files"]
 
 
 @pytest.mark.slow
