@@ -196,6 +196,38 @@ def test_errors_name_arguments_and_no_options(place: Path) -> None:
         valence.train(train=ROWS, **options, allow=["data.trian"])
 
 
+def test_hints_name_arguments_and_no_options(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"method": "kto", "model": "./model", "train": ROWS, **SETTINGS}
+    valence.train(**options)
+    capsys.readouterr()
+    assert valence.train(**options).finished
+    hint, _ = capsys.readouterr().out.split("loading", 1)
+    assert "fresh=True" in hint
+    assert "--fresh" not in hint
+    recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
+    with raises_error("run-differs", fix="allow=[") as raised:
+        valence.build_run(recipe, ["run.dir=runs/python"], quiet=True)
+    assert "fresh=True" in (raised.error.fix or "")
+    assert "--" not in str(raised.error)
+
+
+def test_warnings_of_a_run_name_arguments(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
+    run = valence.build_run(recipe, ["run.dir=runs/loop", "train.max_skipped=1"], quiet=True)
+    capsys.readouterr()
+    run.messages.warn("start over with --fresh, or accept it with --allow data.train")
+    expected = 'start over with fresh=True, or accept it with allow=["data.train"]'
+    assert expected in capsys.readouterr().err.replace("\n", " ")
+    assert run.folder.facts["warnings"] == [expected]
+    for parameter in run.policy.parameters():
+        parameter.data.fill_(float("nan"))
+    with raises_error("loss-not-finite", fix="fresh=True"):
+        run.fit()
+    run.close()
+
+
 @pytest.mark.parametrize(("method", "rows"), [("kto", ROWS), ("sft", ROWS)])
 def test_a_training_loop_of_the_user_makes_the_same_steps(
     place: Path, method: str, rows: Any

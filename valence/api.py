@@ -22,9 +22,10 @@ from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows
 from valence.data.template import AsChat
 from valence.distributed.process_group import Group, start
-from valence.errors import UserError
+from valence.errors import UserError, naming_arguments
+from valence.lifecycle import start as lifecycle
 from valence.lifecycle.finish import run_to_end
-from valence.lifecycle.start import build_run, terminal_of
+from valence.lifecycle.start import terminal_of
 from valence.losses import Loss
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
@@ -42,7 +43,10 @@ from valence.types import Kind
 Run = Trainer
 """The type that ``train`` and ``build_run`` return."""
 
+build_run = naming_arguments()(lifecycle.build_run)
 
+
+@naming_arguments()
 def train(
     recipe: str | Path | Mapping[str, Any] | None = None,
     *,
@@ -130,7 +134,7 @@ def train(
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
-    with stop.listening(), _same_mode(loaded), _with_arguments_named():
+    with stop.listening(), _same_mode(loaded):
         run = build_run(
             recipe,
             overrides,
@@ -155,16 +159,6 @@ def train(
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
     return run
-
-
-@contextmanager
-def _with_arguments_named() -> Iterator[None]:
-    """Errors raised in the block name arguments of ``train``, not options of the command."""
-    try:
-        yield
-    except UserError as error:
-        error.name_arguments()
-        raise
 
 
 @contextmanager
