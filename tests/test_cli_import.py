@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from valence import cli
 from valence.cli import complete
 from valence.data.importers.records import SKIP_REASONS
 from valence.data.importers.sources import SOURCES
+from valence.data.load import DataFile, load
+from valence.types import Chat
 
 __all__ = ["chat_log"]
 
@@ -126,6 +129,78 @@ def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_of_other_tools_are_refused() -> None:
     words = "import", "open-webui", "log.jsonl", "--score-name", "x", "--score-name", "y"
     check_error(command_error(*words), "option-unused", where="--score-name", fix="langfuse")
+    assert not Path("feedback.jsonl").exists()
+
+
+IMPORTER = """
+import json
+import valence
+
+def read(paths, options):
+    for path in paths:
+        with open(path) as file:
+            for number, line in enumerate(file, 1):
+                row = json.loads(line)
+                yield valence.Vote(
+                    source="helpdesk", id=row["id"], updated_at=row["at"], label=row["vote"],
+                    prompt=({"role": "user", "content": row["question"]},),
+                    completion={"role": "assistant", "content": row["answer"]},
+                    origin=valence.Origin(path, number),
+                )
+
+def one(row):
+    return {"prompt": row["question"], "completion": row["answer"], "label": row["vote"]}
+
+limit = 3
+"""
+
+
+def test_an_importer_has_an_import_path(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (place / "desk_tools.py").write_text(IMPORTER)
+    votes = [entry(number, number % 2 == 0) for number in range(6)]
+    write_export(Path("desk.jsonl"), *votes)
+    words = ("import", "desk_tools:read", "desk.jsonl")
+    assert valence(*words) == 0
+    assert "6 votes read: 6 new" in capsys.readouterr().out
+    assert valence(*words, "--since", "last", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["skipped"]["before_since"]["count"] == 5
+    write_export(Path("desk.jsonl"), *votes[:4])
+    assert valence(*words, "--complete", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["total"], summary["counts"]["withdrawn"]) == (4, 2)
+
+
+def test_a_recipe_names_an_importer_by_its_import_path(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (place / "desk_formats.py").write_text(IMPORTER)
+    write_export(Path("desk.jsonl"), *[entry(number, number % 2 == 0) for number in range(6)])
+    loaded = [
+        load([DataFile("desk.jsonl", format=f"desk_formats:{name}")], "judgement")
+        for name in ("read", "one")
+    ]
+    prompts = [[example.prompt for example in part.examples] for part in loaded]
+    texts = [f"question {number}" for number in range(6)]
+    assert prompts == [[Chat(({"role": "user", "content": text},)) for text in texts], texts]
+
+
+@pytest.mark.parametrize(("target", "code", "fix"), [
+    ("wrong_tools:raed", "importer-not-found", "read"),
+    ("no_such_tools:read", "importer-module-not-found", ""),
+    ("wrong_tools:one", "importer-failed", ""),
+    ("wrong_tools:limit", "importer-failed", ""),
+])  # fmt: skip
+def test_an_import_path_without_an_importer_is_refused(
+    target: str, code: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (place / "wrong_tools.py").write_text(IMPORTER)
+    check_error(command_error("import", target, "log.jsonl"), code, fix=fix)
     assert not Path("feedback.jsonl").exists()
 
 

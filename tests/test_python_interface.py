@@ -171,6 +171,61 @@ def test_settings_have_the_errors_of_a_recipe(
     assert not Path("runs").exists()
 
 
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+
+@pytest.mark.parametrize(("arguments", "setting", "names"), [
+    ({"data": {"eval": "rows.jsonl"}, "eval": 0.2}, "data.eval", "data eval"),
+    ({"data": {"eval": [{"path": "rows.jsonl"}]}, "eval": ROWS}, "data.eval", "data eval"),
+    ({"data": {"eval": 0.1}, "eval": {"path": "rows.jsonl"}}, "data.eval", "data eval"),
+    ({"data": {"train": "rows.jsonl"}, "train": ROWS}, "data.train", "data train"),
+    ({"data": {"train": "rows.jsonl"}, "train": "rows.jsonl"}, "data.train", "data train"),
+    ({"data": "rows.jsonl", "train": ROWS}, "data.train", "data train"),
+    ({"data.eval": 0.1, "eval": 0.2}, "data.eval", "data.eval eval"),
+    ({"data.train.0.limit": 2, "train": ROWS}, "data.train", "data.train.0.limit train"),
+    ({"train": ROWS, "overrides": ["data.train=rows.jsonl"]}, "data.train", "train overrides"),
+    ({"train": "rows.jsonl", "overrides": ["data.train.0.limit=2"]}, "data.train", "overrides"),
+    ({"train": {"seed": 1}, "train.seed": 1}, "train.seed", "train train.seed"),
+    ({"eval": {"every": 1}, "eval.every": 1}, "eval.every", "eval eval.every"),
+    ({"loss": {"beta": 0.1}, "loss.beta": 0.1}, "loss.beta", "loss loss.beta"),
+    ({"model": "./model", "model.name": "./model"}, "model.name", "model model.name"),
+    ({"model": {"name": "./model"}, "model.name": "x"}, "model.name", "model model.name"),
+    ({"model": torch.nn.Linear(1, 1), "model.name": "x"}, "model.name", "model model.name"),
+    ({"model": {"name": "./model", "tokenizer": "./model"}, "tokenizer": tiny_tokenizer()},
+     "model.tokenizer", "model tokenizer"),
+    ({"reference.model": "./model", "reference": torch.nn.Linear(1, 1)},
+     "reference.model", "reference.model reference"),
+    ({"train": {"optimizer": "adamw"}, "optimizer": OPTIMIZER}, "train.optimizer", "optimizer"),
+    ({"train.schedule": "cosine", "scheduler": lambda optimizer: optimizer}, "train.schedule",
+     "train.schedule scheduler"),
+])  # fmt: skip
+def test_two_arguments_for_one_setting_are_an_error(
+    arguments: dict[str, Any], setting: str, names: str, place: Path
+) -> None:
+    for recipe in (None, "recipe.yaml"):
+        with raises_error("argument-duplicate", where=setting) as raised:
+            valence.train(recipe, **({"method": "kto"} | arguments))
+        assert all(f" {name} " in f" {raised.error.fix} " for name in names.split())
+
+
+def test_arguments_for_parts_of_a_section_are_added(place: Path) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "data"}
+    run = valence.train(
+        "recipe.yaml",
+        overrides=["data.eval=[]", "train.epochs=2"],
+        model={"name": "./model", "lora": {"rank": 3}},
+        train=ROWS,
+        data={"max_length": 100},
+        quiet=True,
+        **settings,
+        **{"model.lora.dropout": 0.1, "data.stratify": False, "train.optimizer": "adamw"},
+    )
+    recipe = run.recipe
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.rank, recipe.model.lora.dropout) == (3, 0.1)
+    assert (recipe.data.max_length, recipe.train.epochs, recipe.data.eval) == (100, 2, [])
+
+
 def test_each_call_has_a_new_folder_unless_one_is_named(place: Path) -> None:
     settings = {name: value for name, value in SETTINGS.items() if name != "run.dir"}
     options: dict[str, Any] = {"model": "./model", "train": ROWS, "quiet": True, **settings}
@@ -194,6 +249,38 @@ def test_errors_name_arguments_and_no_options(place: Path) -> None:
     assert run.finished or run.step
     with raises_error("allow-unknown-setting", where="allow"):
         valence.train(train=ROWS, **options, allow=["data.trian"])
+
+
+def test_hints_name_arguments_and_no_options(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"method": "kto", "model": "./model", "train": ROWS, **SETTINGS}
+    valence.train(**options)
+    capsys.readouterr()
+    assert valence.train(**options).finished
+    hint, _ = capsys.readouterr().out.split("loading", 1)
+    assert "fresh=True" in hint
+    assert "--fresh" not in hint
+    recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
+    with raises_error("run-differs", fix="allow=[") as raised:
+        valence.build_run(recipe, ["run.dir=runs/python"], quiet=True)
+    assert "fresh=True" in (raised.error.fix or "")
+    assert "--" not in str(raised.error)
+
+
+def test_warnings_of_a_run_name_arguments(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
+    run = valence.build_run(recipe, ["run.dir=runs/loop", "train.max_skipped=1"], quiet=True)
+    capsys.readouterr()
+    run.messages.warn("start over with --fresh, or accept it with --allow data.train")
+    expected = 'start over with fresh=True, or accept it with allow=["data.train"]'
+    assert expected in capsys.readouterr().err.replace("\n", " ")
+    assert run.folder.facts["warnings"] == [expected]
+    for parameter in run.policy.parameters():
+        parameter.data.fill_(float("nan"))
+    with raises_error("loss-not-finite", fix="fresh=True"):
+        run.fit()
+    run.close()
 
 
 @pytest.mark.parametrize(("method", "rows"), [("kto", ROWS), ("sft", ROWS)])

@@ -16,15 +16,21 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.batching.micro_batches import make_micro_batches
-from valence.config.arguments import names_a_model, recipe_from_arguments
+from valence.config.arguments import (
+    Argument,
+    names_a_model,
+    recipe_from_arguments,
+    refuse_duplicates,
+)
 from valence.data.encode import Encoder
 from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows
 from valence.data.template import AsChat
 from valence.distributed.process_group import Group, start
-from valence.errors import UserError
+from valence.errors import UserError, naming_arguments
+from valence.lifecycle import start as lifecycle
 from valence.lifecycle.finish import run_to_end
-from valence.lifecycle.start import build_run, terminal_of
+from valence.lifecycle.start import terminal_of
 from valence.losses import Loss
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
@@ -42,7 +48,10 @@ from valence.types import Kind
 Run = Trainer
 """The type that ``train`` and ``build_run`` return."""
 
+build_run = naming_arguments()(lifecycle.build_run)
 
+
+@naming_arguments()
 def train(
     recipe: str | Path | Mapping[str, Any] | None = None,
     *,
@@ -72,7 +81,8 @@ def train(
         print(run, run.report, run.ask("Why is the sky blue?"))
 
     method, settings: settings that override those of ``recipe``; ``overrides`` (``"train.seed=1"``)
-    override both. A section is a mapping (``data={"max_length": 512}``), and a single setting has
+    override both. Two arguments for the same setting, such as ``eval`` and ``data={"eval": ...}``,
+    are an error. A section is a mapping (``data={"max_length": 512}``), and a single setting has
     its full name (``**{"train.seed": 1}``). A mapping passed as ``model``, ``train`` or ``eval`` is
     the section of that name (``train={"batch_size": 8}``). Unknown names and wrong types raise the
     same errors as in a recipe.
@@ -109,28 +119,42 @@ def train(
     Raises Interrupted (a KeyboardInterrupt) after a signal or run.max_time, once the state has been
     saved.
     """
-    arguments = {
-        name: value for name, value in (("method", method), *settings.items()) if value is not None
-    }
-    sections = {
-        f"data.{name}" if name != "model" and "path" in value else name: value
-        for name, value in (("model", model), ("train", train), ("eval", eval))
-        if isinstance(value, Mapping)
-    }
     loaded = model if isinstance(model, nn.Module) else None
-    if isinstance(model, str | Path):
-        arguments["model.name"] = str(model)
-    elif loaded is not None and not names_a_model(recipe):
-        arguments["model.name"] = name_of_model(loaded, tokenizer is not None)
-    recipe, overrides = recipe_from_arguments(recipe, overrides, arguments | sections)
     rows = {
         name: None if isinstance(value, Mapping) else value
         for name, value in (("train", train), ("eval", eval))
     }
+    sections: dict[str, Any] = {
+        name: value
+        for name, value in (("model", model), ("train", train), ("eval", eval))
+        if isinstance(value, Mapping)
+    }
+    arguments: list[Argument] = [("method", "method", method)]
+    arguments += [(name, name, value) for name, value in settings.items()]
+    arguments += [
+        (name, f"data.{name}" if name != "model" and "path" in section else name, section)
+        for name, section in sections.items()
+    ]
+    if isinstance(model, str | Path):
+        arguments.append(("model", "model.name", str(model)))
+    objects: list[Argument] = [
+        ("model", "model.name", loaded),
+        ("tokenizer", "model.tokenizer", tokenizer),
+        ("reference", "reference.model", reference),
+        ("optimizer", "train.optimizer", optimizer),
+        ("scheduler", "train.schedule", scheduler),
+        *((name, f"data.{name}", value) for name, value in rows.items()),
+    ]
+    refuse_duplicates([*arguments, *objects], overrides)
+    if loaded is not None and not names_a_model(recipe):
+        arguments.append(("model", "model.name", name_of_model(loaded, tokenizer is not None)))
+    recipe, overrides = recipe_from_arguments(
+        recipe, overrides, {setting: v for _, setting, v in arguments if v is not None}
+    )
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
-    with stop.listening(), _same_mode(loaded), _with_arguments_named():
+    with stop.listening(), _same_mode(loaded):
         run = build_run(
             recipe,
             overrides,
@@ -155,16 +179,6 @@ def train(
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
     return run
-
-
-@contextmanager
-def _with_arguments_named() -> Iterator[None]:
-    """Errors raised in the block name arguments of ``train``, not options of the command."""
-    try:
-        yield
-    except UserError as error:
-        error.name_arguments()
-        raise
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 DISTRIBUTION = "valence-align"
@@ -118,7 +120,7 @@ class UserError(Exception):
         return _unpickle, (self.facts, self._problems)
 
     def name_arguments(self) -> None:
-        """Name arguments of ``valence.train`` in place of the options of the command."""
+        """Name arguments of ``valence.train`` in place of options of the command."""
         for problem in self._problems:
             problem.name_arguments()
         UserError.__init__(
@@ -141,9 +143,40 @@ class UserError(Exception):
         return {"message": self.message, "code": self.code, "where": self.where, "fix": self.fix}
 
 
+_names_arguments: ContextVar[bool] = ContextVar("names_arguments", default=False)
+
+
+@contextmanager
+def naming_arguments(active: bool = True) -> Generator[None]:
+    """Errors raised in the block, and texts that it passes through ``for_interface``, name
+    arguments of ``valence.train`` in place of options of `valence train`.
+
+    active: False changes nothing.
+    """
+    before = _names_arguments.set(active or are_arguments_named())
+    try:
+        yield
+    except UserError as error:
+        if active:
+            error.name_arguments()
+        raise
+    finally:
+        _names_arguments.reset(before)
+
+
+def are_arguments_named() -> bool:
+    """Whether this is inside a block of ``naming_arguments``."""
+    return _names_arguments.get()
+
+
+def for_interface(text: str) -> str:
+    """A message as the interface names things: options, or in Python arguments."""
+    return _with_arguments(text) if are_arguments_named() else text
+
+
 def _with_arguments(text: str) -> str:
-    """The text with arguments of ``valence.train`` in place of options of `valence train`."""
     text = re.sub(r"`valence train RECIPE --fresh`|--fresh", "fresh=True", text)
+    text = re.sub(r"--nproc(?!-)", "torchrun --nproc-per-node", text)
     text = re.sub(r"(?:--allow [\w.]*\w ?)*--allow [\w.]*\w", _allow_argument, text)
     return re.sub(r"^--allow$", "allow", text).replace(
         "the same command", "the same call, with run.dir set to the folder of this run,"

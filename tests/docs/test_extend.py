@@ -81,7 +81,7 @@ def valence(place: Path, *words: str, status: int = 0) -> str:
 @pytest.mark.slow
 def test_the_commands_of_the_page(place: Path) -> None:
     commands = [line.split() for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for program, *words in commands:
         assert program == "valence"
         valence(place, *words)
@@ -89,6 +89,7 @@ def test_the_commands_of_the_page(place: Path) -> None:
         assert (place / "runs" / name / "model").is_dir()
     log = [json.loads(line) for line in (place / "mine.txt").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 2]
+    assert len((place / "feedback.jsonl").read_text().splitlines()) == len(QUESTIONS)
     config = (place / "runs/shifted/config.yaml").read_text()
     assert "mytools.losses:shifted_dpo" in config
 
@@ -111,6 +112,16 @@ def test_short_names_of_an_installed_package(place: Path) -> None:
     words = "rollout.engine=mine", "run.sinks=[{kind: file, project: short}]", "run.dir=runs/short"
     valence(place, "train", "sampled.yaml", *words)
     assert (place / "short.txt").is_file()
+
+
+@pytest.mark.slow
+def test_a_recipe_names_an_importer(place: Path) -> None:
+    for name in ("helpdesk", "mytools.importer:read"):
+        words = f"data.train.0.format={name}", "data.train.0.path=export.jsonl"
+        output = valence(place, "check", "tickets.yaml", "method=apo_zero_unpaired", *words)
+        assert ["export.jsonl", name, "20", "10", "10"] in [
+            line.split()[:5] for line in output.splitlines()
+        ]
 
 
 @pytest.mark.slow

@@ -262,6 +262,29 @@ def test_commands_that_need_no_loss_do_not_execute_it(
     assert not (place / "executed").exists()
 
 
+def test_the_model_card_of_a_reopened_run_names_all_losses_and_their_settings(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (place / "mixed_losses.py").write_text(
+        "def pairs(logp_w, logp_l, *, lead=0.5):\n    return logp_l - logp_w + lead\n"
+        "def texts(logp_t, *, power=1.0):\n    return -power * logp_t\n"
+    )
+    texts = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+    (place / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    part = {"method": "mixed_losses:texts", "train": "texts.jsonl", "loss": {"power": 2.0}}
+    options = {**SETTINGS, "run.dir": "runs/mixed", "loss": {"lead": 0.25}}
+    run = valence.train(method="mixed_losses:pairs", train=PAIRS, mix=[part], **options)
+    sys.modules.pop("mixed_losses")
+    assert command("export", "runs/mixed", "out", "--no-verify") == 0
+    cards = [(folder / "README.md").read_text() for folder in (run.model_dir, place / "out")]
+    for card in cards:
+        assert "**mixed_losses:pairs + mixed_losses:texts**" in card
+        assert card.count("| loss.") == 1
+        assert "| loss.lead" in card
+    assert "mixed_losses" not in sys.modules
+
+
 def test_a_row_format_that_only_a_run_folder_names_is_not_executed(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -586,10 +586,82 @@ def test_what_cannot_be_called_is_a_mistake(
 def test_settings_that_a_function_does_not_take_are_refused(write: Any) -> None:
     module = write("def f(completions, scale=1): ...")
     with raises_error(
-        "reward-setting-unknown", where="reward.0.settings", fix="did you mean scale?"
+        "reward-setting-unknown", where="reward.0.settings.sale", fix="did you mean scale?"
     ) as raised:
         reward(f"{module}:f", settings={"sale": 1})
     assert has_words(raised.error.message, "'sale'")
+
+
+TYPED = """
+from __future__ import annotations
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from annotated_types import Ge, Le
+from pathlib import Path
+if TYPE_CHECKING:
+    from valence import Completion
+    from somewhere import Unknown
+
+class Tool: ...
+
+def f(completions: list[Completion], *, per: Share = 1.0, size: int = 3, word: str = "",
+      strict: bool = False, words: list[str] = None, ends: tuple[int, float] = (0, 1.0),
+      mode: Literal["a", "b"] = "a", late: Unknown = None, tool: Tool = None, file: Path = Path(),
+      free=2.0, table: Optional[dict[str, float]] = None, **others):
+    return [1.0 for _ in completions]
+
+Share = Annotated[float, Ge(0), Le(1)]
+
+def trl(prompts, completions, *, scale: float = 1.0, solution: int = 3, **columns):
+    return [1.0 for _ in completions]
+
+class Scorer:
+    def __call__(self, completions, *, per: Share = 1.0):
+        return [1.0 for _ in completions]
+
+scorer = Scorer()
+"""
+
+
+@pytest.mark.parametrize(("function", "settings", "place"), [
+    ("f", {"per": "0.5"}, "per"),
+    ("f", {"per": True}, "per"),
+    ("f", {"per": 1.5}, "per"),
+    ("f", {"per": -0.5}, "per"),
+    ("f", {"per": None}, "per"),
+    ("f", {"per": 0.5, "size": 2.5}, "size"),
+    ("f", {"size": "2"}, "size"),
+    ("f", {"word": 2}, "word"),
+    ("f", {"strict": 1}, "strict"),
+    ("f", {"strict": "yes"}, "strict"),
+    ("f", {"words": "good"}, "words"),
+    ("f", {"words": ["good", 3]}, "words.1"),
+    ("f", {"ends": [1, 2, 3]}, "ends"),
+    ("f", {"mode": "c"}, "mode"),
+    ("f", {"table": {"a": "x"}}, "table.a"),
+    ("trl", {"scale": "x"}, "scale"),
+    ("scorer", {"per": 2}, "per"),
+])  # fmt: skip
+def test_settings_have_the_types_and_bounds_of_the_annotations(
+    function: str, settings: dict[str, Any], place: str, write: Any
+) -> None:
+    module = write(TYPED)
+    name = place.partition(".")[0]
+    with raises_error("reward-setting-value", where=f"reward.0.settings.{place}", fix=name):
+        reward(f"{module}:{function}", settings=settings)
+
+
+def test_other_settings_are_passed_as_they_are(write: Any) -> None:
+    module = write(TYPED)
+    settings = {
+        "per": 1, "size": 2, "word": "x", "strict": True, "words": None, "ends": [1, 2],
+        "mode": "b", "late": "x", "tool": "x", "file": "x.json", "free": "x", "table": {"a": 1},
+        "other": [1],
+    }  # fmt: skip
+    combined = reward(f"{module}:f", settings=settings)
+    assert values(combined, answers(1)) == [1.0]
+    function: Any = calls_of(combined).backend
+    assert function.settings == settings
+    assert values(reward(f"{module}:trl"), [answer("x", solution="y")]) == [1.0]
 
 
 def test_the_current_folder_hides_nothing_afterwards(write: Any) -> None:

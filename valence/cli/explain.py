@@ -10,7 +10,8 @@ from valence.data.kind_names import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier
-from valence.methods import METHODS, ONLINE, Method, method_of, setting_docs
+from valence.methods import METHODS, ONLINE, Method, method_of
+from valence.user_code.settings import setting_docs
 
 AVERAGES: dict[Average, str] = {
     "token_mean": "over the trained tokens of the step",

@@ -29,7 +29,8 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Tool that the export is from. --list shows all tools.",
+            help="Tool that the export is from, or the import path of an importer. --list shows "
+            "all tools.",
             autocompletion=complete.feedback_sources,
         ),
     ] = None,

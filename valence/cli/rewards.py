@@ -36,7 +36,8 @@ def rewards(
         return
     if name not in RULES:
         raise unknown_rule(name)
-    for part in (RULES[name].__doc__ or "").split("\n\n"):
+    *parts, _ = (RULES[name].__doc__ or "").split("\n\n")  # the last one is in the table
+    for part in parts:
         print_message(console, " ".join(part.split()) + "\n")
     table = table_of_settings("type", "default", "meaning")
     for line in settings_table(settings_of(name), "settings."):

@@ -13,6 +13,49 @@ from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.user_code.load import target_of
 
+Argument = tuple[str, str, Any]
+"""The name of an argument, the full name of the setting or section that it sets, and the value."""
+
+
+def refuse_duplicates(arguments: Sequence[Argument], overrides: Sequence[str]) -> None:
+    """Raise UserError if two arguments set the same setting. Arguments that are None set nothing.
+
+    overrides: they may replace settings, but not the rows of ``train`` and ``eval``.
+    """
+    paths: list[tuple[str, tuple[str, ...]]] = []
+    changes = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
+    for argument, setting, value in arguments:
+        if value is None:
+            continue
+        is_short = setting == "data" and not isinstance(value, Mapping)
+        new = [path for path, _ in _flatten({"data.train" if is_short else setting: value}, ())]
+        for path in new:
+            for other, other_path in paths:
+                if path == other_path or (
+                    {argument, other} & {"train", "eval"} and _is_within(path, other_path)
+                ):
+                    raise _duplicate(other, argument, path)
+        if setting == f"data.{argument}" and not isinstance(value, Mapping):  # rows
+            for change in changes:
+                if _is_within(new[0], change):
+                    raise _duplicate(argument, "overrides", new[0])
+        paths += [(argument, path) for path in new]
+
+
+def _is_within(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether one of two settings is the other, or a part of it."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+def _duplicate(argument: str, other: str, path: tuple[str, ...]) -> UserError:
+    return UserError(
+        f"the arguments {argument} and {other} both set {dotted(path)}",
+        code="argument-duplicate",
+        where=dotted(path),
+        fix=f"remove {argument} or {other}",
+    )
+
 
 def recipe_from_arguments(
     recipe: str | Path | Mapping[str, Any] | None,
@@ -100,4 +143,4 @@ def _as_json(path: tuple[str, ...], value: Any) -> str:
         ) from None
 
 
-__all__ = ["names_a_model", "recipe_from_arguments"]
+__all__ = ["names_a_model", "recipe_from_arguments", "refuse_duplicates"]

@@ -105,7 +105,10 @@ class LoadedRecipe:
                 for name, setting in written.items()
                 if isinstance(setting.value, str) and repr(setting.value) in error.message
             ]
-            names += [name for name in re.findall(r"\w+(?:\.\w+)*", where) if name in written]
+            sections = [name for name in written if isinstance(written[name].value, Mapping)]
+            for name in re.findall(r"\w+(?:\.\w+)*", where):
+                names += [name] if name in written else []
+                names += [section for section in sections if name.startswith(f"{section}.")]
             if not names or where.startswith(written[names[0]].origin):
                 raise
             place = where if names[0] in where else names[0]

@@ -481,8 +481,8 @@ class SourceSettings(Section):
     subset: Text | None = None
     """Subset (configuration) of a hub data set that has several."""
     format: Text | None = None
-    """Name of the row format, or of the feedback tool that exported the file. Default: the row
-    format is detected from the first rows.
+    """Name of the row format, or of the feedback tool that exported the file, or the import path of
+    a function that reads either. Default: the row format is detected from the first rows.
     """
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
     """Names of columns, as {the format's name: the file's name}.

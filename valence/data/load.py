@@ -531,7 +531,8 @@ def _rows(
 
 
 def _uses_plugin(source: Source) -> bool:
-    return source.format is not None and is_plugin("formats", source.format)
+    name = source.format
+    return name is not None and is_plugin("formats", name) and not is_source(name)
 
 
 def _converted(row: Row, convert: Callable[[dict[str, Any]], Any]) -> Row | BadRow:

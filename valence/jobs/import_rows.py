@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +34,13 @@ from valence.data.importers.rows import (
     make_rows,
     pairs_left_out,
 )
-from valence.data.importers.sources import SOURCES, pull_votes, read_votes, source_name
+from valence.data.importers.sources import (
+    command_name,
+    pull_votes,
+    read_votes,
+    source_name,
+    source_of,
+)
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.errors import UserError
 from valence.jobs.import_store import ImportStore, MergeCounts, as_date, merge_votes, vote_line
@@ -148,10 +154,10 @@ def import_feedback(
             problem, fix = "files and --url cannot be combined", "remove the files or --url"
         else:
             problem = "no exported files are named"
-            fix = f"add the exported files: {SOURCES[name].files}"
-            if SOURCES[name].is_pullable:
+            fix = f"add the exported files: {source_of(name).files}"
+            if source_of(name).is_pullable:
                 fix += "; or add --url to read from the server"
-        where = f"valence import {name.replace('_', '-')}"
+        where = f"valence import {command_name(name)}"
         raise UserError(problem, code="import-input", where=where, fix=fix)
     if token_env is not None and not url:
         raise UserError(
@@ -171,25 +177,28 @@ def import_feedback(
     store = ImportStore(out, overwrite=overwrite)
     refuse_inputs(store.paths, files)
     with store.locked():
-        start = _start(since, [vote for vote in store.votes if vote.source == name])
         count = (lambda _: None) if quiet else _counter(console)
-        read = (
-            pull_votes(name, url, options, start, token_env=token_env, progress=count)
-            if url
-            else _counted(read_votes(name, files, options), count)
-        )
+        sources: set[str] = {name}
+        read: Iterable[Vote | Skipped] = _counted(read_votes(name, files, options), count)
+        if source_of(name).is_plugin and not url:  # its votes may name the tool otherwise
+            read = list(read)
+            sources = {item.source for item in read if isinstance(item, Vote)} or sources
+        start = _start(since, [vote for vote in store.votes if vote.source in sources])
+        if url:
+            read = pull_votes(name, url, options, start, token_env=token_env, progress=count)
         votes, skipped = _select_votes(read, start, model)
         stored = store.votes
-        if is_complete or (url and not start and SOURCES[name].lists_all_votes):
+        if is_complete or (url and not start and source_of(name).lists_all_votes):
             server = None
             if url and not is_complete:
                 from valence.data.importers.pull import server_address
 
                 server, _ = server_address(url)
-            stored = _drop_absent(stored, name, votes, skipped, server)
+            stored = _drop_absent(stored, sources, votes, skipped, server)
         num_absent = len(store.votes) - len(stored)
         withdrawals = [
-            withdrawn_vote(name, item)
+            withdrawn_vote(source, item)
+            for source in sorted(sources)
             for item in skipped
             if item.reason == "withdrawn" and item.vote_id
         ]
@@ -203,7 +212,7 @@ def import_feedback(
         was_withdrawn = num_absent or not all(vote.has_verdict for vote in merged)
         if not (votes or is_up_to_date) or not (any(imported.rows.values()) or was_withdrawn):
             raise _nothing_imported(name, files, url, skipped)
-        main = store.main or SOURCES[name].main
+        main = store.main or source_of(name).main
         rows = store.write(merged, imported, main)
     merged = [vote for vote in merged if vote.has_verdict]
     times = [vote.updated_at for vote in merged if vote.updated_at]
@@ -297,22 +306,22 @@ def _select_votes(
 
 def _drop_absent(
     stored: Sequence[Vote],
-    source: str,
+    sources: Collection[str],
     votes: Sequence[Vote],
     skipped: Sequence[Skipped],
     server: str | None,
 ) -> list[Vote]:
-    """The stored votes without those of a source that are no longer among all of its votes.
+    """The stored votes without those of a tool that are no longer among all of its votes.
 
-    votes, skipped: all that the source has. server: the address of the server that has them, so
-    that votes from elsewhere stay; None for all votes of the source.
+    sources: its names in votes. votes, skipped: all that it has. server: the address of the server
+    that has them, so that votes from elsewhere stay; None for all votes of the tool.
     """
     keys = {vote.key for vote in votes}
     ids = {*(vote.id for vote in votes), *(item.vote_id for item in skipped)} - {""}
     return [
         vote
         for vote in stored
-        if vote.source != source
+        if vote.source not in sources
         or vote.key in keys
         or vote.id in ids
         or not vote.has_verdict
@@ -358,7 +367,7 @@ def _nothing_imported(
         f"nothing was imported: {reasons or 'the export has no votes'}",
         code="nothing-imported",
         where=_public_name(url) if url else ", ".join(files),
-        fix=fixes[0] if fixes else f"use an export with votes: {SOURCES[name].files}",
+        fix=fixes[0] if fixes else f"use an export with votes: {source_of(name).files}",
     )
 
 

@@ -25,7 +25,7 @@ from valence.distributed.process_group import (
     check_ranks_agree,
     run_on_first_rank,
 )
-from valence.errors import UserError
+from valence.errors import UserError, for_interface
 from valence.evaluation.calibration import (
     calibrate,
     describe_calibration,
@@ -146,7 +146,7 @@ def build_run(
         },
     )
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
-    say = partial(print_message, console)
+    say = partial(_say, console)
     folder = RunFolder(
         Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world
     )
@@ -299,6 +299,10 @@ def _record_failure(folder: RunFolder) -> None:
         folder.state(status="failed")
 
 
+def _say(console: Console, message: str, style: str = "") -> None:
+    print_message(console, for_interface(message), style)
+
+
 def _print_plan(
     prepared: Prepared,
     model: nn.Module | None,
@@ -311,7 +315,7 @@ def _print_plan(
 
     Returns the tokens per micro-batch, and whether weights are split over processes.
     """
-    say = partial(print_message, console)
+    say = partial(_say, console)
     if crowded := crowding(group.size):
         say(crowded, style="yellow")
     if previous:

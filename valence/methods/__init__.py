@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel
 
 from valence.data.kind_names import METHOD_FOR, method_for
 from valence.errors import UserError
@@ -28,6 +28,7 @@ from valence.methods.sample_builders import (
 from valence.types import Kind
 from valence.user_code.attempt import Raised, attempt, describe_error
 from valence.user_code.load import is_import_path, load_object
+from valence.user_code.settings import setting_docs, settings_model
 from valence.user_code.sources import code_digest
 
 
@@ -175,24 +176,11 @@ class Method:
             functions = (*functions, self.sample_builder.fn)
             parameters = parameters | self.sample_builder.settings
         meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
-        fields: dict[str, Any] = {}
-        for name, p in parameters.items():
-            default = self.defaults.get(name, p.default)
-            is_required = default is p.empty
-            annotation = p.annotation
-            if annotation is p.empty:  # of a user's function
-                is_number = isinstance(default, int | float) and not isinstance(default, bool)
-                annotation = Any if is_required or default is None else type(default)
-                annotation = float if is_number else annotation
-            description = meanings.get(name)
-            fields[name] = (
-                annotation,
-                Field(... if is_required else default, description=description),
-            )
-        config = ConfigDict(
-            extra="forbid", strict=True, allow_inf_nan=False, validate_default=self.is_custom
-        )
-        return create_model(f"{self.name}_loss", __config__=config, **fields)
+        typed = [
+            _with_type(p.replace(default=self.defaults.get(p.name, p.default)))
+            for p in parameters.values()
+        ]
+        return settings_model(f"{self.name}_loss", typed, meanings, validate_default=self.is_custom)
 
     def resolve(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Validate settings and add defaults. Raises pydantic.ValidationError."""
@@ -203,11 +191,15 @@ def _is_valence(fn: Callable[..., Any]) -> bool:
     return str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
-def setting_docs(doc: str) -> dict[str, str]:
-    """Descriptions of a function's settings: the lines ``name: text`` that end its docstring."""
-    tail = doc.rstrip().rsplit("\n\n", 1)[-1]
-    matches = re.findall(r"^ *([a-z]\w*): (.+(?:\n {8,}.+)*)", tail, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in matches}
+def _with_type(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with an annotation. If a user's function has none: the type of the default."""
+    default = parameter.default
+    if parameter.annotation is not parameter.empty:
+        return parameter
+    if default is parameter.empty or default is None:
+        return parameter.replace(annotation=Any)
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    return parameter.replace(annotation=float if is_number else type(default))
 
 
 METHODS: dict[str, Method] = {name: Method(name, loss) for name, loss in LOSSES.items()}

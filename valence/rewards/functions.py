@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from valence.errors import UserError
+from valence.errors import UserError, field_problem
 from valence.rewards.calls import RewardError
 from valence.rewards.threads import Background, TimedOut, in_thread
 from valence.types import Completion, Score
@@ -26,6 +26,7 @@ from valence.user_code.load import (
     truncate,
     unwrap,
 )
+from valence.user_code.settings import annotation_error
 from valence.user_code.sources import function_sources
 
 MAX_ABANDONED = 8
@@ -191,14 +192,14 @@ class Function:
         )
 
     def _check_settings(self) -> None:
-        """Raise UserError for an unknown and for a missing setting."""
+        """Raise UserError for an unknown or missing setting, or an excluded value."""
         names = [p.name for p in self._named_parameters]
         unknown = [name for name in self.settings if name not in names and not self._takes_any]
         if unknown:
             raise UserError(
                 f"{self.target} has no parameter {unknown[0]!r}",
                 code="reward-setting-unknown",
-                where="settings",
+                where=f"settings.{unknown[0]}",
                 fix=f"{_nearest(unknown[0], names[1:])}its settings are {', '.join(names[1:])}"
                 if names[1:]
                 else "remove it: the function has no settings",
@@ -213,6 +214,19 @@ class Function:
                 code="reward-signature",
                 fix="add it to the settings, or define the function as `def reward(completions, "
                 "**settings)` or `def reward(prompts, completions, **columns)`",
+            )
+        for p in self._named_parameters:
+            if p.name in self.settings:
+                self._check_value(p, self.settings[p.name])
+
+    def _check_value(self, parameter: inspect.Parameter, value: object) -> None:
+        error = annotation_error(self.fn, parameter, value)
+        if error is not None:
+            raise UserError(
+                f"{field_problem(error)} (reward {self.target})",
+                code="reward-setting-value",
+                where=".".join(map(str, ("settings", *error["loc"]))),
+                fix=f"change it, or the parameter `{parameter}` of the function ({self.place})",
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from annotated_types import Ge, Gt
+from pydantic import BaseModel, ValidationError
 
 from valence.errors import UserError, field_problem, install_command
 from valence.rewards.calls import RewardError
@@ -27,6 +27,7 @@ from valence.rewards.threads import TimedOut, in_thread
 from valence.storage import read_json
 from valence.types import Completion, Score
 from valence.user_code.attempt import Raised, attempt
+from valence.user_code.settings import setting_docs, settings_model
 
 Rule = Callable[[Completion], float]
 INSTALL = install_command("rewards")
@@ -35,19 +36,17 @@ LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "
 PATTERN_SECONDS = 5.0
 """Time limit of a search for a pattern."""
 
-Column = Annotated[
-    str,
-    Field(description="column with the right answer, or a list of right answers"),
-]
-IgnoreCase = Annotated[bool, Field(description="ignore case")]
-
 
 class UnscoredError(Exception):
     """A rule cannot score a completion, and why."""
 
 
-def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -> Rule:
-    """1 if the answer equals the row's, apart from surrounding spaces; else 0."""
+def exact_match(*, answer: str = "answer", ignore_case: bool = False) -> Rule:
+    """1 if the answer equals the row's, apart from surrounding spaces; else 0.
+
+    answer: column with the right answer, or a list of right answers.
+    ignore_case: ignore case.
+    """
 
     def rule(completion: Completion) -> float:
         text = _fold(completion.text.strip(), ignore_case)
@@ -59,17 +58,18 @@ def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -
 
 def contains(
     *,
-    words: Annotated[
-        list[str] | None, Field(description="texts to search for; null: the texts in the column")
-    ] = None,
-    answer: Column = "answer",
-    want: Annotated[
-        Literal["any", "all", "none"],
-        Field(description="how many of the texts the answer must contain"),
-    ] = "any",
-    ignore_case: IgnoreCase = False,
+    words: list[str] | None = None,
+    answer: str = "answer",
+    want: Literal["any", "all", "none"] = "any",
+    ignore_case: bool = False,
 ) -> Rule:
-    """1 if the answer contains these words (any texts), else 0."""
+    """1 if the answer contains these words (any texts), else 0.
+
+    words: texts to search for; null: the texts in the column.
+    answer: column with the right answer, or a list of right answers.
+    want: how many of the texts the answer must contain.
+    ignore_case: ignore case.
+    """
     if words is not None and not all(words):
         raise UserError(
             "the list contains an empty string, which matches every answer",
@@ -86,13 +86,13 @@ def contains(
     return rule
 
 
-def regex(
-    *,
-    pattern: Annotated[str, Field(description="a Python regular expression")],
-    full_match: Annotated[bool, Field(description="match the complete answer")] = False,
-    ignore_case: IgnoreCase = False,
-) -> Rule:
-    """1 if the pattern matches in the answer, else 0. `.` also matches line breaks."""
+def regex(*, pattern: str, full_match: bool = False, ignore_case: bool = False) -> Rule:
+    """1 if the pattern matches in the answer, else 0. `.` also matches line breaks.
+
+    pattern: a Python regular expression.
+    full_match: match the complete answer.
+    ignore_case: ignore case.
+    """
     import regex as engine  # unlike `re` it has a time limit
 
     try:
@@ -122,24 +122,19 @@ def regex(
 
 def length(
     *,
-    unit: Annotated[
-        Literal["tokens", "characters", "words"], Field(description="unit of the length")
-    ] = "tokens",
-    min_length: Annotated[int, Field(ge=0, description="minimum length for score 1")] = 0,
-    max_length: Annotated[
-        int | None, Field(ge=0, description="maximum length for score 1; null: no maximum")
-    ] = None,
-    fall: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="number of units over which the score falls from 1 to 0 outside the range",
-        ),
-    ] = 0,
+    unit: Literal["tokens", "characters", "words"] = "tokens",
+    min_length: Annotated[int, Ge(0)] = 0,
+    max_length: Annotated[int, Ge(0)] | None = None,
+    fall: Annotated[int, Ge(0)] = 0,
 ) -> Rule:
     """1 if the length is in a range; outside it falls linearly to 0.
 
     Tokens cannot be counted if only the text is known.
+
+    unit: unit of the length.
+    min_length: minimum length for score 1.
+    max_length: maximum length for score 1; null: no maximum.
+    fall: number of units over which the score falls from 1 to 0 outside the range.
     """
     if max_length is not None and max_length < min_length:
         raise UserError(
@@ -165,17 +160,12 @@ def length(
     return rule
 
 
-def json_schema(
-    *,
-    schema: Annotated[
-        dict[str, Any] | str | None,
-        Field(description="JSON schema, or a file that contains one; null: any JSON"),
-    ] = None,
-    fenced: Annotated[
-        bool, Field(description="allow the JSON in a ``` fence with text around it")
-    ] = False,
-) -> Rule:
-    """1 if the answer is JSON that satisfies the schema, else 0."""
+def json_schema(*, schema: dict[str, Any] | str | None = None, fenced: bool = False) -> Rule:
+    """1 if the answer is JSON that satisfies the schema, else 0.
+
+    schema: JSON schema, or a file that contains one; null: any JSON.
+    fenced: allow the JSON in a ``` fence with text around it.
+    """
     check = _validator(schema)
 
     def rule(completion: Completion) -> float:
@@ -192,16 +182,16 @@ def json_schema(
 
 def maths(
     *,
-    answer: Column = "answer",
-    after: Annotated[
-        str | None,
-        Field(description="text in the column before the answer, such as '####'"),
-    ] = None,
-    seconds: Annotated[
-        float, Field(gt=0, description="CPU time limit of one comparison, in seconds")
-    ] = 5.0,
+    answer: str = "answer",
+    after: str | None = None,
+    seconds: Annotated[float, Gt(0)] = 5.0,
 ) -> Rule:
-    """1 if the last formula or number of the answer equals the row's, by math-verify; else 0."""
+    """1 if the last formula or number of the answer equals the row's, by math-verify; else 0.
+
+    answer: column with the right answer, or a list of right answers.
+    after: text in the column before the answer, such as '####'.
+    seconds: CPU time limit of one comparison, in seconds.
+    """
     comparer = FormulaComparer(seconds)
 
     def rule(completion: Completion) -> float:
@@ -219,16 +209,13 @@ def maths(
     return rule
 
 
-def vader(
-    *,
-    part: Annotated[
-        Literal["compound", "pos", "neu", "neg"], Field(description="which of VADER's scores")
-    ] = "compound",
-) -> Rule:
+def vader(*, part: Literal["compound", "pos", "neu", "neg"] = "compound") -> Rule:
     """Sentiment of English text by VADER's lexicon: compound from -1 (negative) to 1 (positive), or
     a fraction.
 
     Hutto and Gilbert 2014, ICWSM.
+
+    part: which of VADER's scores.
     """
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -250,13 +237,12 @@ REFUSAL_CHARACTERS = 200
 """Beginning of an answer in which a refusal is searched for."""
 
 
-def refusal(
-    *,
-    want: Annotated[bool, Field(description="whether the answer should refuse")] = True,
-) -> Rule:
+def refusal(*, want: bool = True) -> Rule:
     """1 if the answer refuses to help, else 0; with `want: false` the other way round.
 
     It searches for usual English phrases near the beginning, such as "I cannot" and "I'm sorry".
+
+    want: whether the answer should refuse.
     """
     compiled = re.compile(REFUSAL, re.IGNORECASE)
 
@@ -282,15 +268,9 @@ RULES: dict[str, Callable[..., Rule]] = {
 
 def settings_of(name: str) -> type[BaseModel]:
     """The settings of a rule as a model, with types, bounds, defaults and descriptions."""
-    fields: dict[str, Any] = {
-        p.name: (p.annotation, ... if p.default is p.empty else p.default)
-        for p in inspect.signature(RULES[name], eval_str=True).parameters.values()
-    }
-    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-    with warnings.catch_warnings():
-        # a setting may be called schema
-        warnings.filterwarnings("ignore", ".*shadows an attribute")
-        return create_model(name, __config__=config, **fields)
+    rule = RULES[name]
+    parameters = inspect.signature(rule, eval_str=True).parameters.values()
+    return settings_model(name, parameters, setting_docs(rule.__doc__ or ""))
 
 
 def unknown_rule(name: str) -> UserError:

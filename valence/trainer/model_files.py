@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,17 +112,12 @@ class ModelWriter:
         prepared, state, recipe = self.prepared, self.state, self.prepared.recipe
         has_adapter = recipe.model.lora is not None or recipe.model.adapter is not None
         steps = sorted(state.evaluations)
+        methods, loss = self._losses()
         return CardFacts(
             name=Path(recipe.run.dir).name,
             base_model=recipe.model.name,
-            method=" + ".join(
-                [
-                    # a run of a user's loss may be opened with another one
-                    str(self.facts.get("method", recipe.method)),
-                    *(part.method for part in recipe.mix),
-                ]
-            ),
-            loss=recipe.loss,
+            method=" + ".join(methods),
+            loss=loss,
             settings=self._shown_settings(),
             adapter=has_adapter and kind == "adapter",
             chat=prepared.uses_template,
@@ -139,6 +135,25 @@ class ModelWriter:
             reward_model=isinstance(state.policy, Scorer),
             finished=self.facts.get("status") != "interrupted",
         )
+
+    def _losses(self) -> tuple[list[str], Mapping[str, object]]:
+        """The methods of the recipe and of `mix`, and the settings of the loss.
+
+        As the run recorded them: without a user's code, its recipe is opened with another method.
+        """
+        recipe = self.prepared.recipe
+        recorded = self.facts.get("settings")
+        if not isinstance(recorded, Mapping) or "method" not in recorded:
+            method = str(self.facts.get("method", recipe.method))
+            return [method, *(part.method for part in recipe.mix)], recipe.loss
+        names = (f"mix.{i}.method" for i in count())
+        mixed = takewhile(lambda name: name in recorded, names)
+        loss = {
+            name.removeprefix("loss."): value
+            for name, value in recorded.items()
+            if name.startswith("loss.")
+        }
+        return [str(recorded[name]) for name in ("method", *mixed)], loss
 
     def _verdict(self) -> str:
         """The verdict on the evaluations up to this step; empty in processes that write no card."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, gather_objects
-from valence.errors import UserError
+from valence.errors import UserError, naming_arguments
 from valence.models import speed
 from valence.models.build import DTYPES
 from valence.models.policy_model import PolicyModel
@@ -204,6 +204,10 @@ class Trainer:
         Raises UserError when too many consecutive steps, or all steps, had a loss or gradient that
         is not finite, or when too many saves failed.
         """
+        with naming_arguments(self.messages.names_arguments):
+            return self._fit()
+
+    def _fit(self) -> dict[str, float]:
         if "train" not in self.prepared.corpora:
             raise UserError(
                 "there is no training data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from valence.data.sources import Row, read_rows
 from valence.data.values import as_number
 from valence.errors import UserError
 from valence.user_code.attempt import Raised, attempt
-from valence.user_code.load import describe_raised
+from valence.user_code.load import describe_raised, is_import_path
 from valence.user_code.plugins import load_plugin, plugin_paths
 
 NUM_DETECTED = 20
@@ -53,6 +54,20 @@ class FeedbackSource:
     lists_all_votes: bool = False
     columns: tuple[str, ...] = ()
     options: str = ""
+
+    @property
+    def is_plugin(self) -> bool:
+        return is_import_path(self.module)
+
+
+def _plugin(name: str, path: str) -> FeedbackSource:
+    """A tool whose importer is a user's. path: of the importer."""
+    return FeedbackSource(
+        module=path,
+        description=f"{name}: votes, read by the plugin {path}",
+        files="see the documentation of the plugin",
+        options=f"{OF_PARTS} {OF_TRACES}",
+    )
 
 
 SOURCES: dict[str, FeedbackSource] = {
@@ -159,23 +174,23 @@ SOURCES: dict[str, FeedbackSource] = {
         columns=("fields responses suggestions",),
         options=f"{OF_PARTS} category include-machine",
     ),
-} | {
-    name: FeedbackSource(
-        module=path,
-        description=f"{name}: votes, read by the plugin {path}",
-        files="see the documentation of the plugin",
-        options=f"{OF_PARTS} {OF_TRACES}",
-    )
-    for name, path in plugin_paths("importers").items()
-}
-"""By name as recipes write it; commands write hyphens."""
+} | {name: _plugin(name, path) for name, path in plugin_paths("importers").items()}
+"""By name as recipes write it; commands write hyphens. ``source_of`` also knows import paths."""
+
+
+def source_of(name: str) -> FeedbackSource:
+    """The tool with a name in ``SOURCES``, or with the import path of its importer."""
+    return SOURCES[name] if name in SOURCES else _plugin(name, name)
 
 
 def source_name(name: str) -> str:
-    """The name in ``SOURCES`` of a tool, which may be written with hyphens.
+    """The name in ``SOURCES`` of a tool, which may be written with hyphens, or an import path.
 
     Raises UserError for an unknown one.
     """
+    if is_import_path(name.strip()):
+        load_plugin("importers", name.strip(), "SOURCE")
+        return name.strip()
     key = name.strip().lower().replace("-", "_")
     if key in SOURCES:
         return key
@@ -186,13 +201,14 @@ def source_name(name: str) -> str:
         where="SOURCE",
         fix=f"did you mean {command_name(near[0])}?"
         if near
-        else f"use one of {', '.join(map(command_name, SOURCES))}",
+        else f"use one of {', '.join(map(command_name, SOURCES))}, or the import path of an "
+        "importer (`package.module:name`)",
     )
 
 
 def command_name(name: str) -> str:
     """The name of a source as commands write it."""
-    return name.replace("_", "-")
+    return name if is_import_path(name) else name.replace("_", "-")
 
 
 def refuse_unused(name: str, options: ReadOptions) -> None:
@@ -204,7 +220,7 @@ def refuse_unused(name: str, options: ReadOptions) -> None:
         "include-machine": options.includes_machine,
     }
     for option in [option for option, value in values.items() if value]:
-        if option not in SOURCES[name].options.split():
+        if option not in source_of(name).options.split():
             users = [tool for tool, source in SOURCES.items() if option in source.options.split()]
             raise UserError(
                 f"{command_name(name)} does not use --{option}"
@@ -216,8 +232,24 @@ def refuse_unused(name: str, options: ReadOptions) -> None:
 
 
 def is_source(format: str | None) -> bool:
-    """Whether a file's ``format`` in a recipe is the export of a feedback tool."""
-    return format is not None and format.replace("-", "_") in SOURCES
+    """Whether a file's ``format`` in a recipe is the export of a feedback tool.
+
+    A function with an import path is an importer if it has two parameters, paths and options. The
+    function of a row format has one, the row.
+    """
+    if format is None or format.replace("-", "_") in SOURCES:
+        return format is not None
+    if not is_import_path(format):
+        return False
+    try:
+        function = load_plugin("formats", format, "format")
+    except UserError:  # raised again where the rows are read
+        return False
+    signature = attempt(lambda: inspect.signature(function))
+    if isinstance(signature, Raised):
+        return False
+    required = [p for p in signature.parameters.values() if p.default is p.empty]
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in required) == 2
 
 
 def read_votes(
@@ -233,8 +265,9 @@ def read_votes(
 
 
 def _reader(name: str) -> Reader:
-    module = SOURCES[name].module
-    if ":" not in module:
+    source = source_of(name)
+    module = source.module
+    if not source.is_plugin:
         return import_module(f"valence.data.importers.{module}").read
     read = load_plugin("importers", module, "format")
     return lambda paths, options: _checked_votes(read, module, paths, options)
@@ -324,12 +357,12 @@ def pull_votes(
     read this way.
     """
     name, options = source_name(name), options or ReadOptions()
-    if not SOURCES[name].is_pullable:
+    if not source_of(name).is_pullable:
         raise UserError(
             f"{command_name(name)} cannot be read from a server",
             code="source-not-pullable",
             where="--url",
-            fix=f"export files, and pass them instead of --url: {SOURCES[name].files}",
+            fix=f"export files, and pass them instead of --url: {source_of(name).files}",
         )
     refuse_unused(name, options)
     pull = import_module("valence.data.importers.pull").pull
