@@ -153,11 +153,11 @@ def answers() -> Lines:
         store.add(Answer(str(n), "m", "v", (), (), (3,), completion(n), Sampling()))
 
     def read(store: AnswerFile) -> list[int]:
-        found: list[int] = []
+        items: list[int] = []
         for n in range(20):
             with suppress(KeyError):
-                found.append(int(store.get(str(n)).id))
-        return found
+                items.append(int(store.get(str(n)).id))
+        return items
 
     return Lines(
         "a.jsonl",
@@ -247,9 +247,9 @@ def rows() -> Lines:
         output = OutputFile(folder / "rows.jsonl", 1)
         output.check_facts({"model": "m"})
         with output.open(20):
-            found = [line["n"] for line in output.read()]
+            items = [line["n"] for line in output.read()]
             output.truncate({})
-            yield output, found
+            yield output, items
 
     return Lines(
         "rows.jsonl",
@@ -273,16 +273,18 @@ def log() -> Lines:
 
 
 ALL = [answers, decisions, ab_test, pending_votes, pending_answers, scores, rows, log]
-each = pytest.mark.parametrize("lines", [make() for make in ALL], ids=[f.__name__ for f in ALL])
+all_stores = pytest.mark.parametrize(
+    "lines", [make() for make in ALL], ids=[f.__name__ for f in ALL]
+)
 
 
 def fill(lines: Lines, folder: Path, *numbers: int) -> list[int]:
     """Open the store and add items; the numbers of those that it had."""
     with lines.open(folder) as store:
-        found = lines.read(store)
+        items = lines.read(store)
         for n in numbers:
             lines.add(store, n)
-    return found
+    return items
 
 
 def path_of(lines: Lines, folder: Path) -> Path:
@@ -290,14 +292,14 @@ def path_of(lines: Lines, folder: Path) -> Path:
     return path
 
 
-@each
+@all_stores
 def test_items_are_there_when_the_file_is_opened_again(lines: Lines, tmp_path: Path) -> None:
     assert fill(lines, tmp_path, 0, 1) == []
     assert fill(lines, tmp_path, 2) == [0, 1]
     assert fill(lines, tmp_path) == [0, 1, 2]
 
 
-@each
+@all_stores
 @pytest.mark.filterwarnings("ignore:.*damaged")
 def test_a_file_cut_at_any_byte_has_its_complete_lines(lines: Lines, tmp_path: Path) -> None:
     fill(lines, tmp_path / "", 0, 1, 2)
@@ -309,14 +311,14 @@ def test_a_file_cut_at_any_byte_has_its_complete_lines(lines: Lines, tmp_path: P
     for size in (*range(start, len(content), step), len(content) - 1, len(content)):
         path.write_bytes(content[:size])
         complete = sum(end <= size for end in ends)
-        found = fill(lines, tmp_path)
-        assert found == [*range(len(found))]
-        assert len(found) == complete, size
-        fill(lines, tmp_path, *range(len(found), 4))
+        items = fill(lines, tmp_path)
+        assert items == [*range(len(items))]
+        assert len(items) == complete, size
+        fill(lines, tmp_path, *range(len(items), 4))
         assert fill(lines, tmp_path) == [0, 1, 2, 3], size
 
 
-@each
+@all_stores
 def test_a_changed_line_is_an_error_or_is_skipped(lines: Lines, tmp_path: Path) -> None:
     if lines.file == "metrics.jsonl":
         pytest.skip("the checkpoint has the checksum of the log")
@@ -348,7 +350,7 @@ def fill_quietly(lines: Lines, folder: Path) -> list[int]:
         return fill(lines, folder)
 
 
-@each
+@all_stores
 def test_a_full_disk_loses_no_item(
     lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +372,7 @@ def test_a_full_disk_loses_no_item(
     assert fill(lines, tmp_path) == ([0, 2] if isinstance(store, ScoreCache) else [0, 1, 2])
 
 
-@each
+@all_stores
 def test_a_killed_process_leaves_all_confirmed_items(lines: Lines, tmp_path: Path) -> None:
     """It is killed in the middle of writing item 3."""
     if (child := os.fork()) == 0:

@@ -162,9 +162,9 @@ def write_part(target: Path, content: bytes | str, root: Path | None = None) -> 
         os.fsync(file.fileno())
 
 
-def publish(target: Path) -> None:
-    """Replace a file by its new content. Raises OSError."""
-    part_path(target).replace(target)
+def publish(target: Path, part: Path | None = None) -> None:
+    """Replace a file by its new content, which is in ``part``. Raises OSError."""
+    (part or part_path(target)).replace(target)
     fsync_path(target.parent)
 
 
@@ -200,9 +200,11 @@ def writing(
 
 def rename(path: Path, names: Iterable[Path]) -> Path:
     """Rename a file or folder to the first name that is free, and return that. Raises OSError."""
-    free = next(name for name in names if not os.path.lexists(name))
-    path.rename(free)
-    return free
+    for name in names:
+        if not os.path.lexists(name):
+            path.rename(name)
+            return name
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def fsync_path(path: Path) -> None:

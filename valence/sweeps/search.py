@@ -15,6 +15,7 @@ from typing import Any
 
 from valence.errors import UserError, install_command
 from valence.reports.stats import mean
+from valence.storage import publish
 from valence.sweeps.grid import Grid, ValueRange
 from valence.sweeps.state import SweepState, Trial
 
@@ -50,7 +51,7 @@ class OptunaSearch:
         try:
             self._study = _open_study(folder / JOURNAL)
         except (ValueError, LookupError, TypeError, AttributeError):  # its lines are damaged
-            (folder / JOURNAL).replace(folder / f"{JOURNAL}.damaged")
+            publish(folder / f"{JOURNAL}.damaged", folder / JOURNAL)
             self._study = _open_study(folder / JOURNAL)
 
     def extend(self, state: SweepState) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +158,8 @@ class SweepState:
             OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
         ) as error:  # fmt: skip
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            aside = rename(self.path, [self.path.with_name(f"{STATE_FILE}.{stamp}")])
+            endings = (f"{stamp}-{n}" if n else stamp for n in count())
+            aside = rename(self.path, (self.path.with_name(f"{STATE_FILE}.{e}") for e in endings))
             self.trials, self.settings = [], {}
             return (
                 f"{self.path} cannot be read ({error}): it was moved to {aside}, and is written "

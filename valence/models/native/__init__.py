@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from valence.storage import publish
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp")
 
@@ -101,7 +103,7 @@ def _build() -> Path:
                 encoding="utf-8",
                 errors="replace",
             )
-            built.replace(target)
+            publish(target, built)
     return target
 
 
