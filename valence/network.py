@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +57,16 @@ def backoff(
     """
     seconds = min(longest, first * 2 ** min(attempt, 16))
     return seconds if draw is None else seconds * (0.5 + 0.5 * draw())
+
+
+def retry_after(value: str) -> float:
+    """Seconds of a Retry-After header with a number or a date; 0 if it has neither."""
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def within(deadline: float, action: Callable[[], str]) -> str:

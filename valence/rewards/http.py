@@ -11,14 +11,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from valence.errors import UserError
-from valence.network import as_the_environment_says, backoff, refuse_credentials, routes
+from valence.network import (
+    as_the_environment_says,
+    backoff,
+    refuse_credentials,
+    retry_after,
+    routes,
+)
 from valence.rewards.calls import RewardError
 from valence.types import Completion, Score
 
@@ -133,7 +138,7 @@ def status_error(status: int, headers: Mapping[str, str], reply: bytes) -> Rewar
     return RewardError(
         f"status {status}{target}{f' ({text})' if text else ''}",
         passes=status in RETRIED,
-        after=_retry_after(headers.get("retry-after", "")),
+        after=retry_after(headers.get("retry-after", "")),
         late=status in TIMED_OUT,
     )
 
@@ -306,18 +311,6 @@ def parse_partial_scores(reply: bytes, number: int) -> list[Score] | None:
     if sorted(index for index, _ in scores) != list(range(number)):
         return None
     return [score for _, score in sorted(scores, key=lambda entry: entry[0])]
-
-
-def _retry_after(value: str) -> float:
-    """Seconds of a Retry-After header with a number or a date; 0 if it has neither."""
-    try:
-        return max(0.0, float(int(value)))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def parse_addresses(target: str, where: str) -> list[str]:

@@ -11,7 +11,10 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 MAX_HEADER_BYTES = 64 * 2**10
 """Maximum size of the request line and the headers of a request."""
@@ -170,6 +173,39 @@ def raise_connection_limit() -> int:
         if soft == resource.RLIM_INFINITY
         else max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
     )
+
+
+def limited_server(
+    app: Any,
+    names: frozenset[str],
+    *,
+    head_seconds: float = HEAD_SECONDS,
+    max_connections: int,
+    shutdown_seconds: int,
+    **options: Any,
+) -> Server:
+    """A web server with limits on hosts, headers and connections.
+
+    names: of ``host_names``. head_seconds: time limit of a request's head. shutdown_seconds: time
+    for running requests to finish. options: further settings of uvicorn.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        RequestGuard(app, names),
+        http=limited_protocol(head_seconds, max_connections),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=shutdown_seconds,
+        **options,
+    )
+    return uvicorn.Server(config)
 
 
 # ruff adds up the complexity of all methods

@@ -25,12 +25,10 @@ from valence.rewards.http_limits import (
     CLIENT_LEFT,
     HEAD_SECONDS,
     MAX_CONNECTIONS,
-    MAX_HEADER_BYTES,
     BodyError,
     BodyReader,
-    RequestGuard,
     host_names,
-    limited_protocol,
+    limited_server,
     raise_connection_limit,
 )
 from valence.rewards.serving import Batcher, Busy, Job, Limits, Rate, ServerMetrics
@@ -510,8 +508,6 @@ def web_server(
     host: the name that the socket was opened with. allowed_hosts: further names that clients may
     use for the server.
     """
-    import uvicorn
-
     limits, (address, port, *_) = service.limits, listener.getsockname()
     address = f"[{address}]" if ":" in address else address
     guard = (
@@ -523,21 +519,14 @@ def web_server(
         f"{1000 * limits.max_wait:g} ms"
     )
     app = application(service, log=log, greeting=greeting)
-    config = uvicorn.Config(
-        RequestGuard(app, host_names(host, allowed_hosts)),
-        http=limited_protocol(min(HEAD_SECONDS, limits.timeout), max_connections),
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
+    return limited_server(
+        app,
+        host_names(host, allowed_hosts),
+        head_seconds=min(HEAD_SECONDS, limits.timeout),
+        max_connections=max_connections,
+        shutdown_seconds=math.ceil(limits.timeout) + 1,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(limits.timeout) + 1,
     )
-    return uvicorn.Server(config)
 
 
 def serve(

@@ -12,11 +12,8 @@ from typing import Any
 
 from valence.errors import UserError
 from valence.rewards.http_limits import (
-    HEAD_SECONDS,
-    MAX_HEADER_BYTES,
-    RequestGuard,
     host_names,
-    limited_protocol,
+    limited_server,
     raise_connection_limit,
 )
 from valence.rewards.server import listening
@@ -74,7 +71,6 @@ def serve(
     host: the name that was passed to ``open_socket``. shutdown_seconds: time for running requests
     to finish after a signal.
     """
-    import uvicorn
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -93,20 +89,13 @@ def serve(
         print_line(line)
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
-    config = uvicorn.Config(
-        RequestGuard(app, host_names(host, allowed_hosts)),
-        http=limited_protocol(HEAD_SECONDS, raise_connection_limit()),
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=shutdown_seconds,
+    server = limited_server(
+        app,
+        host_names(host, allowed_hosts),
+        max_connections=raise_connection_limit(),
+        shutdown_seconds=shutdown_seconds,
     )
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def _is_not_logged(record: logging.LogRecord) -> bool:

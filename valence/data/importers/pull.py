@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ import httpx
 from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
-from valence.network import as_the_environment_says, refuse_credentials, routes
+from valence.network import as_the_environment_says, refuse_credentials, retry_after, routes
 from valence.types import Origin
 
 Rows = Iterator[dict[str, Any]]
@@ -125,7 +124,7 @@ class Api:
                     if response.status_code not in MAY_PASS:
                         return self._json(response, self._read(response, where), where)
                 problem = f"the server answers with status {response.status_code}"
-                wait = _seconds(response.headers.get("retry-after", ""))
+                wait = retry_after(response.headers.get("retry-after", ""))
             except httpx.RequestError as error:
                 problem = f"connection failed ({error or type(error).__name__})"
             except httpx.InvalidURL as error:
@@ -604,13 +603,3 @@ def _api(server: FeedbackServer, address: str, token_env: str | None, retry: Ret
         unauthorized_fix=fix.replace("the key", "a key that may read feedback"),
         retry=retry,
     )
-
-
-def _seconds(retry_after: str) -> float:
-    """Of a Retry-After header, in seconds or as a date; 0 without one that can be read."""
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
-    try:
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 0.0
