@@ -76,6 +76,8 @@ def test_the_first_lines_are_removed_in_one_step(tmp_path: Path) -> None:
         assert (len(file), path.exists()) == (0, False)
         file.write([b"four\n"])
         assert path.read_bytes() == b"four\n"
+    with pytest.raises(ValueError, match="closed"):  # another process may have it now
+        file.write([b"five\n"])
 
 
 def test_a_locked_file_is_refused_until_it_is_closed(tmp_path: Path) -> None:

@@ -588,7 +588,7 @@ class LineFile:
         self, path: Path, *, lock: bool = False, create: bool = True, sync: bool = True
     ) -> None:
         self.path, self.num_incomplete, self._sync = path, 0, sync
-        self._mutex = threading.Lock()
+        self._mutex, self._is_closed = threading.Lock(), False
         self._ends = array("q")
         self._file: BinaryIO | None = None
         if lock:
@@ -633,6 +633,8 @@ class LineFile:
     def write(self, lines: Sequence[bytes]) -> None:
         """Append lines, with their ends. Raises OSError; the file is then as before."""
         with self._mutex:
+            if self._is_closed:
+                raise ValueError(f"{self.path} is closed")
             is_new = self._file is None
             file = self._file = self._file or open_file(self.path, self.path.parent, append=True)
             with ExitStack() as failing:
@@ -687,6 +689,7 @@ class LineFile:
 
     def close(self) -> None:
         with self._mutex:
+            self._is_closed = True
             self._close()
 
     def _close(self) -> None:

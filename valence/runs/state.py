@@ -66,13 +66,26 @@ class StateFunctions:
 
 
 class RandomState:
-    """The global random generators of torch, numpy and Python."""
+    """The global random generators of torch, numpy and Python, as they are when this is created."""
+
+    def __init__(self) -> None:
+        self._torch = {"torch": torch.get_rng_state()}
+        self._torch |= {name: rng.get_rng_state() for name, rng in _accelerators().items()}
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=True)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch["torch"])
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for name, rng in _accelerators().items():
+            if name in self._torch:
+                rng.set_rng_state(self._torch[name])
 
     def state_dict(self) -> State:
-        version, words, gauss = random.getstate()
-        name, keys, at, has_gauss, cached = np.random.get_state(legacy=True)
-        state: State = {
-            "torch": torch.get_rng_state(),
+        version, words, gauss = self._python
+        name, keys, at, has_gauss, cached = self._numpy
+        return {
+            **self._torch,
             "python": {
                 "version": version,
                 "words": torch.tensor(words, dtype=torch.int64),
@@ -85,18 +98,14 @@ class RandomState:
                 "gauss": [has_gauss, cached],
             },
         }
-        return state | {name: rng.get_rng_state() for name, rng in _accelerators().items()}
 
-    def load_state_dict(self, state: Any) -> None:
-        torch.set_rng_state(state["torch"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         python, numpy = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        np.random.set_state(
-            (numpy["name"], numpy["keys"].numpy().astype(np.uint32), numpy["at"], *numpy["gauss"])
-        )
-        for name, rng in _accelerators().items():
-            if name in state:
-                rng.set_rng_state(state[name])
+        self._torch = {name: state[name] for name in ("torch", "cuda", "mps") if name in state}
+        self._python = python["version"], tuple(python["words"].tolist()), python["gauss"]
+        keys = numpy["keys"].numpy().astype(np.uint32)
+        self._numpy = (numpy["name"], keys, numpy["at"], *numpy["gauss"])
+        self.restore()
 
 
 def _accelerators() -> dict[str, Any]:

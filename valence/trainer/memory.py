@@ -49,7 +49,6 @@ class MemoryRetry:
         state = self._state
         while True:
             random = RandomState()
-            before = random.state_dict()
             for objective in state.objectives:
                 objective.micro_batch_tokens = state.budget.at(state.step, phase)
             try:
@@ -78,4 +77,4 @@ class MemoryRetry:
                 # The error and the frames it passed through hold each other, and activations.
                 gc.collect()
                 torch.cuda.empty_cache()
-            random.load_state_dict(before)
+            random.restore()

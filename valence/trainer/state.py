@@ -206,13 +206,17 @@ class TrainState:
         ]
         return state | {"optimizer": {**state["optimizer"], "param_groups": merged}}
 
-    def light(self) -> LightState:
-        """Return the part of the state that every step changes, also one that is skipped."""
+    def light(self, random: RandomState | None = None) -> LightState:
+        """Return the part of the state that every step changes, also one that is skipped.
+
+        random: the random numbers of an earlier moment, to be part of it.
+        """
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
-        return self.registry.state_dict(leaving_out=HEAVY), groups
+        light = self.registry.state_dict(leaving_out=HEAVY)
+        return light | ({"processes": [self._process(random)]} if random else {}), groups
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was called.
@@ -287,7 +291,10 @@ class TrainState:
 
     def _process_state(self) -> list[State]:
         """State that differs between processes: metrics since the last record, random numbers."""
-        return [{"window": self.window.state_dict(), "random": RandomState().state_dict()}]
+        return [self._process(RandomState())]
+
+    def _process(self, random: RandomState) -> State:
+        return {"window": self.window.state_dict(), "random": random.state_dict()}
 
     def _load_process_states(self, state: Sequence[State]) -> None:
         """Load the states of all processes.

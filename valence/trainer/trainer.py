@@ -28,6 +28,7 @@ from valence.rollouts import Sampling
 from valence.runs.folder import RunFolder
 from valence.runs.messages import Messages
 from valence.runs.signals import SharedStop
+from valence.runs.state import RandomState
 from valence.trainer.callbacks import CallbackLike, Callbacks
 from valence.trainer.evaluate import Evaluation
 from valence.trainer.examples import (
@@ -44,7 +45,7 @@ from valence.trainer.prefetch import Prefetcher
 from valence.trainer.prepare import AuxiliaryPart, Prepared, rows_to_measure
 from valence.trainer.sampling import PolicySampler, check_can_generate, sampling_failed
 from valence.trainer.saver import Saver
-from valence.trainer.state import LightState, TrainState
+from valence.trainer.state import TrainState
 from valence.trainer.step import (
     AuxiliaryLoss,
     Objective,
@@ -358,9 +359,11 @@ class Trainer:
         """Make one optimizer step, and update counters and the metrics window."""
         start = time.monotonic()
         state, counters, window = self.state, self.state.counters, self.state.window
-        before = state.light()
+        random = RandomState()
         learning_rate = float(state.optimizer.param_groups[0]["lr"])
         result, norm, is_applied, num_examples = self.retry.run("training", self._update)
+        if not is_applied:  # only random numbers have changed so far
+            state.state_before_skips = state.state_before_skips or state.light(random)
         state.scheduler.step()
         counters.step += 1
         self.examples.finish_step()
@@ -386,7 +389,7 @@ class Trainer:
         state.is_consistent = True
         if self.prepared.method.online and is_applied:
             counters.zero_gradient_steps = counters.zero_gradient_steps + 1 if norm == 0 else 0
-        self._check_finite(result, norm, is_applied, before)
+        self._check_finite(result, norm, is_applied)
         limit = state.objective.micro_batch_tokens
         if result.largest > limit:
             self.messages.note_once(
@@ -468,19 +471,13 @@ class Trainer:
         every = self.recipe.run.log_every
         return step % every == 0 or step == self.total_steps or self._is_evaluated(step)
 
-    def _check_finite(
-        self, result: StepResult, norm: float, is_applied: bool, before: LightState
-    ) -> None:
-        """Report a step that was not finite.
-
-        before: the state before the step. Raises UserError when too many in a row were not finite.
-        """
+    def _check_finite(self, result: StepResult, norm: float, is_applied: bool) -> None:
+        """Report a step that was not finite. Raises UserError when too many in a row were not."""
         state, counters = self.state, self.state.counters
         if is_applied:
             counters.skipped_in_a_row, state.state_before_skips = 0, None
             return
         counters.skipped_in_a_row += 1
-        state.state_before_skips = state.state_before_skips or before
         names = sorted(
             {
                 name
