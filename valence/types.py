@@ -61,11 +61,14 @@ class Origin:
 class Chat:
     """Chat messages, and the tools that the chat template may include.
 
-    A prompt ends with a user or tool turn.
+    A prompt ends with a user or tool turn. ``transcript``: the text that the messages were read
+    from, which is trained on if no chat template is used.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    # identities are made of the messages
+    transcript: str | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

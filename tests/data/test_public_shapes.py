@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.encoding import encoded, encoder
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from valence.data.format_table import SHAPES
@@ -101,7 +102,15 @@ SHAPES_READ = [
     Shape(HUB + "Anthropic/hh-rlhf", "preference", {
         "chosen": "\n\nHuman: Is it wet?\n\nAssistant: Yes.",
         "rejected": "\n\nHuman: Is it wet?\n\nAssistant: No.",
-    }, pair("\n\nHuman: Is it wet?\n\nAssistant:", " Yes.", " No.")),
+    }, chat_pair(ASK)),
+    Shape(HUB + "Anthropic/hh-rlhf (several turns)", "preference", {
+        "chosen": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant: Yes.",
+        "rejected": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant: No.",
+    }, chat_pair(MORE, NO, ASK)),
+    Shape(HUB + "Dahoas/rm-static", "preference", {
+        "prompt": "\n\nHuman: Is it wet?\n\nAssistant:", "response": " Yes.", "chosen": " Yes.",
+        "rejected": " No.",
+    }, chat_pair(ASK)),
     Shape(HUB + "HuggingFaceH4/ultrafeedback_binarized", "preference", {
         "prompt": "Is it wet?", "prompt_id": "1f", "chosen": [ASK, YES], "rejected": [ASK, NO],
         "messages": [ASK, YES], "score_chosen": 8.5, "score_rejected": 3.0,
@@ -234,7 +243,7 @@ SHAPES_READ = [
             {"answer": "Yes.", "model": "b", "rank": 1.0},
         ],
         "turns": 1, "num_responses": 2, "source": ["a"], "good_natured": True,
-    }, ranked(-2.0, -1.0, prompt="\n\nHuman: Is it wet?\n\nAssistant: ", texts=("No.", "Yes."))),
+    }, ranked(-2.0, -1.0, prompt=chat(ASK), texts=(chat(NO), chat(YES)))),
     Shape(HUB + "HuggingFaceH4/stack-exchange-preferences", "ranking", {
         "qid": 7, "question": "Is it wet?", "metadata": ["https://a"], "date": "2010/01/02",
         "answers": [
@@ -396,6 +405,57 @@ def test_at_least_fifty_different_shapes_from_twenty_sources() -> None:
 def test_every_line_of_the_table_has_a_row(tmp_path: Path) -> None:
     formats = {read(tmp_path, s.kind, s.row).files[0].format for s in SHAPES_READ}
     assert SHAPES.keys() - formats == set()
+
+
+# Transcripts
+
+
+TRANSCRIPT = "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant:"
+
+
+def test_a_transcript_stays_text_without_a_chat_template(tmp_path: Path) -> None:
+    row = {"chosen": f"{TRANSCRIPT} Yes.", "rejected": f"{TRANSCRIPT} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    for plain in (encoder(None), encoder(as_chat=False)):
+        as_text = encoded(plain, pair(TRANSCRIPT, " Yes.", " No."))
+        unit = encoded(plain, example)
+        assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+        assert plain.encode_prompt(example.prompt) == unit.prompt_ids
+    as_turns = encoded(encoder(), chat_pair(MORE, NO, ASK))
+    unit = encoded(encoder(), example)
+    assert (unit.prompt_ids, unit.answers) == (as_turns.prompt_ids, as_turns.answers)
+    marked = {"text": "### Human: Is it wet?### Assistant: Yes."}
+    [example] = read(tmp_path, "demonstration", marked).examples
+    unit = encoded(encoder(None), example)
+    as_text = encoded(encoder(None), demo("### Human: Is it wet?### Assistant:", " Yes."))
+    assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+
+
+def test_a_transcript_next_to_tools_or_other_turns_becomes_turns(tmp_path: Path) -> None:
+    answers = {"chosen": " Yes.", "rejected": " No."}
+    row = {"prompt": "Human: Is it wet?\n\nAssistant:", **answers, "tools": [TOOL]}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == chat_pair(ASK, tools=(TOOL,))
+    repeated = {name: TRANSCRIPT + answer for name, answer in answers.items()}
+    [example] = read(tmp_path, "preference", {"prompt": TRANSCRIPT, **repeated}).examples
+    assert replace(example, origin=HERE) == chat_pair(MORE, NO, ASK)
+
+
+@pytest.mark.parametrize("prompt", [
+    "\n\nHuman: Why?\n\nHuman: Is it wet?\n\nAssistant:",
+    "\n\nAssistant: Hi.\n\nHuman: Is it wet?\n\nAssistant:",
+    "Explain this.\n\nHuman: Is it wet?\n\nAssistant:",
+])  # fmt: skip
+def test_a_text_that_is_no_transcript_stays_text(prompt: str, tmp_path: Path) -> None:
+    row = {"chosen": f"{prompt} Yes.", "rejected": f"{prompt} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == pair(prompt, " Yes.", " No.")
+
+
+def test_transcripts_with_different_beginnings_are_bad_rows(tmp_path: Path) -> None:
+    other = TRANSCRIPT.replace("Why?", "How?")
+    with raises_error("row-prompt-not-shared", where="rows.jsonl:1"):
+        read(tmp_path, "preference", {"chosen": f"{TRANSCRIPT} Yes.", "rejected": f"{other} No."})
 
 
 # Rows whose meaning is not certain

@@ -235,8 +235,10 @@ class EncodedChunkBuilder:
 
     def _add_audit_columns(self, example: Example) -> None:
         rated = rated_content(example)
-        flags = TEXT_PROMPT * isinstance(example.prompt, str)
-        flags |= CHAT_PROMPT * isinstance(example.prompt, Chat)
+        is_chat = isinstance(example.prompt, Chat)
+        is_transcript = isinstance(example.prompt, Chat) and example.prompt.transcript is not None
+        flags = TEXT_PROMPT * (isinstance(example.prompt, str) or is_transcript)
+        flags |= CHAT_PROMPT * (is_chat and not is_transcript)
         if isinstance(example, Preference):
             flags |= EQUAL_SIDES * (example.chosen == example.rejected)
         if isinstance(example, Ranking):

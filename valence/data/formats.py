@@ -122,12 +122,10 @@ def _read_contents(
 
 
 def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
-    """A text without a prompt, or the conversation that it marks with ``### Human:``."""
+    """A text without a prompt, or the conversation that it is a transcript of."""
     name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
-    if marked := values.marked_turns(text):
-        *prompt, answer = values.turns(marked, name, OPENAI)
-        return values.exchange(values.check_prompt(prompt, name), {name: (answer,)}, ())
-    return values.exchange("", {name: text}, ())
+    _, answer = values.transcript(text)
+    return values.exchange(text[:answer], {name: text[answer:]}, ())
 
 
 def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:

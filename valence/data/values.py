@@ -275,21 +275,25 @@ def as_turns(texts: Sequence[object]) -> Sequence[object]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-MARKED = re.compile(r"### (Human|Assistant): ?")
+MARKS = (r"### (Human|Assistant):", r"(?:\A\s*|\n\n)(Human|Assistant):")
+"""What begins the turns of a transcript: in openassistant-guanaco, and in hh-rlhf."""
 
 
-def marked_turns(text: str) -> Sequence[object]:
-    """The turns of a text that marks them as ``### Human:`` and ``### Assistant:``; none if it
-    does not begin with such a mark, or does not end with an answer.
+def transcript(text: str) -> tuple[tuple[Message, ...], int]:
+    """The turns before the last answer of a transcript, and where this answer begins; no turns and
+    0 for other text.
+
+    A transcript begins with ``### Human:`` or ``Human:``, and its turns alternate.
     """
-    start, *parts = MARKED.split(text)
-    roles = [role.lower() for role in parts[::2]]
-    if start.strip() or not roles or roles[0] != "human" or roles[-1] != "assistant":
-        return []
-    return [
-        {"role": role, "content": content.strip()}
-        for role, content in zip(roles, parts[1::2], strict=True)
-    ]
+    for mark in MARKS:
+        start, *parts = re.split(mark, text)
+        roles, contents = parts[::2], parts[1::2]
+        is_alternating = roles == ["Human", "Assistant"] * (len(roles) // 2)
+        if roles and is_alternating and not start.strip():
+            pairs = zip(roles[:-1], contents[:-1], strict=True)
+            turns = ({"role": ROLES[who.lower()], "content": part.strip()} for who, part in pairs)
+            return tuple(turns), len(text) - len(contents[-1])
+    return (), 0
 
 
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
@@ -474,6 +478,17 @@ def exchange(
     in answers is cut.
     """
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
+        opening, end = transcript(prompt) if answers else ((), 0)
+        if opening and not prompt[end:].strip():
+            written = None if offered else prompt
+            texts = {name: str(a).removeprefix(prompt) for name, a in answers.items()}
+            return Chat(opening, offered, written), tuple(
+                Chat(
+                    ({"role": "assistant", "content": _check_not_empty(a, name).strip()},),
+                    transcript=a if written else None,
+                )
+                for name, a in texts.items()
+            )
         if offered:
             raise UserError(
                 "the row has tools, but its prompt is text",
