@@ -41,7 +41,7 @@ AUDIT_DTYPES = {
 ``row_id``, ``prompt_id``: content ids of the example and of its prompt. ``rated_id``, ``rating``:
 see ``rated_content``; ``rating`` is 1 for True, 0 for False, -1 for None.
 """
-EQUAL_SIDES, TIED_SCORES, TEXT_PROMPT, CHAT_PROMPT = 1, 2, 4, 8
+EQUAL_SIDES, TIED_SCORES, TEXT_PROMPT, CHAT_PROMPT, CONTRADICTED = 1, 2, 4, 8, 16
 LENGTH_DTYPES = {"prompt_length": np.int32, "num_lengths": np.int32, "answer_length": np.int32}
 """Lengths of each example that could be tokenized, before ``long_rows`` is applied.
 
@@ -241,6 +241,7 @@ class EncodedChunkBuilder:
         flags |= CHAT_PROMPT * (is_chat and not is_transcript)
         if isinstance(example, Preference):
             flags |= EQUAL_SIDES * (example.chosen == example.rejected)
+            flags |= CONTRADICTED * example.is_contradicted
         if isinstance(example, Ranking):
             flags |= TIED_SCORES * (len(set(example.scores)) == 1)
         values = {
