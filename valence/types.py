@@ -61,11 +61,14 @@ class Origin:
 class Chat:
     """Chat messages, and the tools that the chat template may include.
 
-    A prompt ends with a user or tool turn.
+    A prompt ends with a user or tool turn. ``transcript``: the text that the messages were read
+    from, which is trained on if no chat template is used.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    # identities are made of the messages
+    transcript: str | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,8 @@ class Preference:
     """A chosen and a rejected completion of one prompt.
 
     ``margin``: how much better the chosen one is (0 if unknown). ``soft``: the probability that the
-    chosen one is better (None if unknown).
+    chosen one is better (None if unknown). ``is_contradicted``: whether the row has scores of which
+    that of the rejected one is larger.
     """
 
     prompt: Content
@@ -166,6 +170,7 @@ class Preference:
     rejected: Content
     margin: float = 0.0
     soft: float | None = None
+    is_contradicted: bool = False
     weight: float = 1.0
     info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin

@@ -178,7 +178,7 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
             "chosen": "\n\nHuman: Say hi.\n\nAssistant: Hi!",
             "rejected": "\n\nHuman: Say hi.\n\nAssistant: Bye!",
         },
-        pair("\n\nHuman: Say hi.\n\nAssistant:", " Hi!", " Bye!"),
+        pair(chat(ASK), chat(HI), chat(BYE)),
     ),
     # imitation, prompts, rankings
     (

@@ -5,15 +5,18 @@ Each row names where its columns were found. The texts are invented.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.rows import Source, write
+from tests.data.encoding import encoded, encoder
+from tests.data.rows import Source, shown_findings, write
 from tests.errors import raises_error
+from valence.data.audit import Finding, audit
 from valence.data.format_table import SHAPES
 from valence.data.load import DataFile, Loaded, load, recognize
 from valence.data.rendering import describe_first_rows
@@ -101,7 +104,15 @@ SHAPES_READ = [
     Shape(HUB + "Anthropic/hh-rlhf", "preference", {
         "chosen": "\n\nHuman: Is it wet?\n\nAssistant: Yes.",
         "rejected": "\n\nHuman: Is it wet?\n\nAssistant: No.",
-    }, pair("\n\nHuman: Is it wet?\n\nAssistant:", " Yes.", " No.")),
+    }, chat_pair(ASK)),
+    Shape(HUB + "Anthropic/hh-rlhf (several turns)", "preference", {
+        "chosen": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant: Yes.",
+        "rejected": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant: No.",
+    }, chat_pair(MORE, NO, ASK)),
+    Shape(HUB + "Dahoas/rm-static", "preference", {
+        "prompt": "\n\nHuman: Is it wet?\n\nAssistant:", "response": " Yes.", "chosen": " Yes.",
+        "rejected": " No.",
+    }, chat_pair(ASK)),
     Shape(HUB + "HuggingFaceH4/ultrafeedback_binarized", "preference", {
         "prompt": "Is it wet?", "prompt_id": "1f", "chosen": [ASK, YES], "rejected": [ASK, NO],
         "messages": [ASK, YES], "score_chosen": 8.5, "score_rejected": 3.0,
@@ -215,6 +226,18 @@ SHAPES_READ = [
         "type": "pairwise_feedback", "prompt": [ASK], "output_A": [YES], "output_B": [NO],
         "label": 1,
     }, chat_pair(ASK)),
+    Shape("https://www.kaggle.com/competitions/lmsys-chatbot-arena/data", "preference", {
+        "id": 30192, "model_a": "a", "model_b": "b", "prompt": '["Why?", "Is it wet?"]',
+        "response_a": '["No.", "No."]', "response_b": '["No.", "Yes."]',
+        "winner_model_a": 0, "winner_model_b": 1, "winner_tie": 0,
+    }, chat_pair(MORE, NO, ASK)),
+    Shape(HUB + "HuggingFaceH4/ultrafeedback_binarized (several turns)", "preference", {
+        "prompt": "Why?", "chosen": [MORE, NO, ASK, YES], "rejected": [MORE, NO, ASK, NO],
+    }, chat_pair(MORE, NO, ASK)),
+    Shape("export of two answers with a score each", "preference", {
+        "question": "Is it wet?", "answer_1": "No.", "answer_2": "Yes.", "rating_1": 2,
+        "rating_2": 4.5,
+    }, pair()),
     Shape("export of a comparison with the column's name as the winner", "preference", {
         "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "winner": "response_b",
     }, pair()),
@@ -234,7 +257,7 @@ SHAPES_READ = [
             {"answer": "Yes.", "model": "b", "rank": 1.0},
         ],
         "turns": 1, "num_responses": 2, "source": ["a"], "good_natured": True,
-    }, ranked(-2.0, -1.0, prompt="\n\nHuman: Is it wet?\n\nAssistant: ", texts=("No.", "Yes."))),
+    }, ranked(-2.0, -1.0, prompt=chat(ASK), texts=(chat(NO), chat(YES)))),
     Shape(HUB + "HuggingFaceH4/stack-exchange-preferences", "ranking", {
         "qid": 7, "question": "Is it wet?", "metadata": ["https://a"], "date": "2010/01/02",
         "answers": [
@@ -312,6 +335,11 @@ SHAPES_READ = [
             {"human": "Why?", "assistant": "No."}, {"human": "Is it wet?", "assistant": "Yes."},
         ],
     }, demo(chat(SYSTEM, MORE, NO, ASK), chat(YES))),
+    Shape(HUB + "LDJnr/Capybara", "demonstration", {
+        "source": "a", "conversation": [
+            {"input": "Why?", "output": "No."}, {"input": "Is it wet?", "output": "Yes."},
+        ],
+    }, demo(chat(MORE, NO, ASK), chat(YES))),
     Shape(SWIFT + " (tools and content in parts)", "demonstration", {
         "messages": [turn("user", [{"type": "text", "value": "Is it wet?"}]), YES],
         "tools": [TOOL],
@@ -396,6 +424,57 @@ def test_at_least_fifty_different_shapes_from_twenty_sources() -> None:
 def test_every_line_of_the_table_has_a_row(tmp_path: Path) -> None:
     formats = {read(tmp_path, s.kind, s.row).files[0].format for s in SHAPES_READ}
     assert SHAPES.keys() - formats == set()
+
+
+# Transcripts
+
+
+TRANSCRIPT = "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant:"
+
+
+def test_a_transcript_stays_text_without_a_chat_template(tmp_path: Path) -> None:
+    row = {"chosen": f"{TRANSCRIPT} Yes.", "rejected": f"{TRANSCRIPT} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    for plain in (encoder(None), encoder(as_chat=False)):
+        as_text = encoded(plain, pair(TRANSCRIPT, " Yes.", " No."))
+        unit = encoded(plain, example)
+        assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+        assert plain.encode_prompt(example.prompt) == unit.prompt_ids
+    as_turns = encoded(encoder(), chat_pair(MORE, NO, ASK))
+    unit = encoded(encoder(), example)
+    assert (unit.prompt_ids, unit.answers) == (as_turns.prompt_ids, as_turns.answers)
+    marked = {"text": "### Human: Is it wet?### Assistant: Yes."}
+    [example] = read(tmp_path, "demonstration", marked).examples
+    unit = encoded(encoder(None), example)
+    as_text = encoded(encoder(None), demo("### Human: Is it wet?### Assistant:", " Yes."))
+    assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+
+
+def test_a_transcript_next_to_tools_or_other_turns_becomes_turns(tmp_path: Path) -> None:
+    answers = {"chosen": " Yes.", "rejected": " No."}
+    row = {"prompt": "Human: Is it wet?\n\nAssistant:", **answers, "tools": [TOOL]}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == chat_pair(ASK, tools=(TOOL,))
+    repeated = {name: TRANSCRIPT + answer for name, answer in answers.items()}
+    [example] = read(tmp_path, "preference", {"prompt": TRANSCRIPT, **repeated}).examples
+    assert replace(example, origin=HERE) == chat_pair(MORE, NO, ASK)
+
+
+@pytest.mark.parametrize("prompt", [
+    "\n\nHuman: Why?\n\nHuman: Is it wet?\n\nAssistant:",
+    "\n\nAssistant: Hi.\n\nHuman: Is it wet?\n\nAssistant:",
+    "Explain this.\n\nHuman: Is it wet?\n\nAssistant:",
+])  # fmt: skip
+def test_a_text_that_is_no_transcript_stays_text(prompt: str, tmp_path: Path) -> None:
+    row = {"chosen": f"{prompt} Yes.", "rejected": f"{prompt} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == pair(prompt, " Yes.", " No.")
+
+
+def test_transcripts_with_different_beginnings_are_bad_rows(tmp_path: Path) -> None:
+    other = TRANSCRIPT.replace("Why?", "How?")
+    with raises_error("row-prompt-not-shared", where="rows.jsonl:1"):
+        read(tmp_path, "preference", {"chosen": f"{TRANSCRIPT} Yes.", "rejected": f"{other} No."})
 
 
 # Rows whose meaning is not certain
@@ -500,6 +579,208 @@ def test_numbers_of_answers(tmp_path: Path) -> None:
     rows = [{**PROMPT, "response_0": "0", "response_1": "1", "choice": n} for n in (1, 0, 1)]
     loaded = read(tmp_path, "preference", *rows)
     assert [e.chosen for e in loaded.examples] == ["1", "0", "1"]  # type: ignore[union-attr]
+
+
+ARENA = {"prompt": '["Why?"]', "response_a": '["No."]', "response_b": '["Yes."]'}
+
+
+def test_flags_of_winners_and_their_ties(tmp_path: Path) -> None:
+    flags = [(1, 0, 0), (0, 0, 1), (0, 1, 0), (True, False, False)]
+    names = ("winner_model_a", "winner_model_b", "winner_tie")
+    loaded = read(
+        tmp_path, "preference", *({**ARENA, **dict(zip(names, f, strict=True))} for f in flags)
+    )
+    chosen = [e.chosen for e in loaded.examples if isinstance(e, Preference)]
+    assert chosen == [chat(NO), chat(YES), chat(NO)]
+    assert [origin.line for origin, _ in loaded.unused] == [2]
+    assert loaded.ignored_columns == {}
+
+
+def test_other_lists_in_text_stay_text(tmp_path: Path) -> None:
+    flags = {"winner_model_a": 1, "winner_model_b": 0}
+    for changed in ({"prompt": "List it."}, {"response_a": "[1, 2]"}, {"response_b": '["a", "b"]'}):
+        row = {**ARENA, **changed}
+        [example] = read(tmp_path, "preference", {**row, **flags}).examples
+        assert replace(example, origin=HERE) == pair(*list(row.values()))
+    texts = ('["b"]', '["a"]', '["c"]')
+    row = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == pair(*texts)
+
+
+@pytest.mark.parametrize(("column", "values", "is_swapped"), [
+    ("preference_score", (-2, 2, 0), False),
+    ("preference", (-3, 1), True),
+    ("label", (2, -1), False),
+    ("human_vote", (True, False), True),
+])  # fmt: skip
+def test_a_number_for_one_of_two_answers_is_asked_about(
+    column: str, values: tuple[Any, ...], is_swapped: bool, tmp_path: Path
+) -> None:
+    rows = [{**TWO, column: value} for value in values]
+    with raises_error(
+        "row-winner-unknown" if column in ("preference", "label") else "format-unknown-columns",
+        where="rows.jsonl",
+        fix=column,
+    ) as raised:
+        read(tmp_path, "preference", *rows)
+    fix = str(raised.error.fix)
+    name = re.findall(r"format: (\w+)", fix)[0]
+    keys = pasted(fix, 2 if is_swapped else 1)
+    source = Source(str(tmp_path / "rows.jsonl"), format=name, keys=keys)
+    loaded = load([source], "preference")
+    is_first = [
+        (float(value) > 0) is (type(value) is bool)
+        for value in values
+        if value != 0 or value is False
+    ]
+    assert [e.chosen for e in loaded.examples] == [  # type: ignore[union-attr]
+        "Yes." if first is not is_swapped else "No." for first in is_first
+    ]
+
+
+def test_scores_do_not_replace_a_winner(tmp_path: Path) -> None:
+    row = {**TWO, "score_a": 1, "score_b": 2, "winner": "a"}
+    [example] = read(tmp_path, "preference", row).examples
+    assert isinstance(example, Preference)
+    assert example.chosen == "Yes."
+    loaded = read(tmp_path, "preference", *({**TWO, "score_a": 1, "score_b": n} for n in (0, 1)))
+    assert len(loaded.examples) == len(loaded.unused) == 1
+
+
+MESSAGES = [
+    {"message_id": "1", "parent_id": None, "text": "Is it wet?", "role": "prompter", "lang": "en"},
+    {"message_id": "2", "parent_id": "1", "text": "It is.", "role": "assistant", "lang": "en"},
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("prompt", "text_prompt"), ("demonstration", "plain_text"),
+])  # fmt: skip
+def test_single_messages_of_a_conversation_are_asked_about(
+    kind: Kind, name: str, tmp_path: Path
+) -> None:
+    # https://huggingface.co/datasets/OpenAssistant/oasst1
+    with raises_error(
+        "format-unknown-columns", where="rows.jsonl", fix=f"format: {name}"
+    ) as raised:
+        read(tmp_path, kind, *MESSAGES)
+    assert "messages" in str(raised.error.fix)
+    source = Source(str(tmp_path / "rows.jsonl"), format=name)
+    assert len(load([source], kind).examples) == 2
+    with raises_error("format-unknown-columns"):
+        read(tmp_path, "preference", *MESSAGES)
+    [example] = read(tmp_path, "prompt", {"text": "Teach!", "role": "teacher"}).examples
+    assert example.prompt == "Teach!"
+
+
+def test_a_battle_about_the_first_of_two_rounds(tmp_path: Path) -> None:
+    # https://huggingface.co/datasets/lmsys/mt_bench_human_judgments
+    row = {
+        "conversation_a": [SYSTEM, ASK, NO, MORE, YES],
+        "conversation_b": [SYSTEM, ASK, YES, MORE, NO],
+        "winner": "model_b",
+        "turn": 1,
+    }
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == chat_pair(SYSTEM, ASK)
+
+
+def test_battles_of_several_turns_say_what_to_do(tmp_path: Path) -> None:
+    battle = {"conversation_a": [ASK, YES, MORE, NO], "conversation_b": [ASK, NO, MORE, YES]}
+    with raises_error("no-usable-rows", where="rows.jsonl:1", fix="first answer"):
+        read(tmp_path, "preference", {**battle, "winner": "model_a", "turn": 2})
+    for row in (
+        {"prompt": [ASK], "response_a": [ASK, YES, MORE, NO], "response_b": [ASK, NO, MORE, YES],
+         "winner": "a"},
+        {"prompt": "Is it wet?", "chosen": [ASK, YES, MORE, NO], "rejected": [ASK, NO, MORE, YES]},
+    ):  # fmt: skip
+        with raises_error("row-completion-turns", where="rows.jsonl:1", fix="first answer"):
+            read(tmp_path, "preference", row)
+
+
+@pytest.mark.parametrize("names", [
+    ("score_chosen", "score_rejected"), ("chosen_rating", "rejected_rating"),
+])  # fmt: skip
+def test_pairs_that_their_scores_contradict_are_reported(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    numbers = [(2, 1), (1, 2), (1, 1), (1, None), ("good", "bad"), ("3", "4")]
+    rows = [
+        {
+            "prompt": f"{n}",
+            "chosen": "Yes.",
+            "rejected": "No.",
+            **dict(zip(names, pair, strict=True)),
+        }
+        for n, pair in enumerate(numbers)
+    ]
+    path = write(tmp_path / "rows.jsonl", *rows, {**rows[0], "prompt": "c", "chosen": "Yes!"})
+    loaded = load([Source(path)], "preference")
+    result = audit(loaded, encoder().encode_all(loaded.examples, loaded.sources), encoder())
+    assert result.findings["contradicted_pairs"] == Finding(2, (f"{path}:2", f"{path}:6"))
+    assert "contradicted_pairs" in shown_findings(result)
+    assert len(loaded.examples) == 7
+
+
+def test_other_formats_of_pairs_have_scores(tmp_path: Path) -> None:
+    scores = {"chosen": "Yes.", "rejected": "No.", "score_chosen": 1, "score_rejected": 2}
+    for prompt in ({"instruction": "q"}, {"input": "q"}, {"conversations": [ASK]}):
+        loaded = read(tmp_path, "preference", {**prompt, **scores})
+        [example] = loaded.examples
+        assert isinstance(example, Preference)
+        assert example.is_contradicted
+        assert loaded.ignored_columns == {}
+
+
+def test_a_winner_that_the_scores_contradict_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *(
+        {**TWO, "score_a": 1, "score_b": n, "winner": winner}
+        for n, winner in ((2, "a"), (2, "b"), (0, "b"))
+    ))  # fmt: skip
+    loaded = load([Source(path)], "preference")
+    result = audit(loaded, encoder().encode_all(loaded.examples, loaded.sources), encoder())
+    assert result.findings["contradicted_pairs"] == Finding(2, (f"{path}:1", f"{path}:3"))
+
+
+def test_keys_for_nested_columns_name_places_that_exist(tmp_path: Path) -> None:
+    row = {
+        "input": {"question": "Is it wet?", "lang": "en"},
+        "result": {"model": {"answer": "Yes."}}, "liked": True,
+    }  # fmt: skip
+    with raises_error("format-unknown-columns", fix="did you mean keys") as raised:
+        read(tmp_path, "judgement", row)
+    keys = pasted(str(raised.error.fix), 1)
+    source = Source(str(tmp_path / "rows.jsonl"), keys=keys)
+    [example] = load([source], "judgement").examples
+    assert replace(example, origin=HERE) == judged(label=True)
+    nested = {"data": {"messages": [ASK, YES]}, "thumb": "up"}
+    with raises_error("format-unknown-columns", fix="did you mean keys") as raised:
+        read(tmp_path, "judgement", nested)
+    source = Source(str(tmp_path / "rows.jsonl"), keys=pasted(str(raised.error.fix), 1))
+    [example] = load([source], "judgement").examples
+    assert replace(example, origin=HERE) == judged(chat(ASK), chat(YES), label=True)
+
+
+@pytest.mark.parametrize(("column", "stars", "threshold"), [
+    ("rating", range(1, 6), 4), ("stars", range(1, 6), 4), ("score", (0.1, 0.7, 0.9), 0.7),
+])  # fmt: skip
+def test_one_message_holds_all_settings_that_turn_stars_into_thumbs(
+    column: str, stars: Sequence[float], threshold: float, tmp_path: Path
+) -> None:
+    rows = [{"question": f"q {n}", "answer": "a", column: n} for n in stars]
+    code = "format-unknown-columns" if column == "stars" else "kind-mismatch"
+    with raises_error(code, fix="scores_to_judgements") as raised:
+        read(tmp_path, "judgement", *rows)
+    fix = str(raised.error.fix)
+    assert f"{min(stars):g} to {max(stars):g}" in fix
+    assert f"data.threshold: {threshold:g}" in fix
+    keys = pasted(fix, 1) if column == "stars" else {}
+    path = write(tmp_path / "rows.jsonl", *rows)
+    loaded = load(
+        [Source(path, keys=keys)], "judgement", convert="scores_to_judgements", threshold=threshold
+    )
+    assert [e.label for e in loaded.examples] == [n >= threshold for n in stars]  # type: ignore[union-attr]
 
 
 def test_a_conversation_with_a_thumb_or_a_rejected_answer(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from valence.data.encode import Encoder
 from valence.data.encoded_set import (
     CHAT_PROMPT,
+    CONTRADICTED,
     EQUAL_SIDES,
     TEXT_PROMPT,
     TIED_SCORES,
@@ -409,6 +410,7 @@ def _findings(encoded: EncodedSet, encoder: Encoder) -> dict[str, Finding]:
         "contradictions": _Pairs(columns, _contradictions(columns), " against "),
         "duplicates": _Pairs(columns, _duplicates(columns), " = "),
         "equal_sides": columns.origins.select(columns.indices_with_flag(EQUAL_SIDES)),
+        "contradicted_pairs": columns.origins.select(columns.indices_with_flag(CONTRADICTED)),
         "tied_scores": columns.origins.select(columns.indices_with_flag(TIED_SCORES)),
         "missing_attributes": _missing_attributes(encoded.units),
         **encoded.notes,

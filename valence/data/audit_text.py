@@ -79,6 +79,10 @@ WARNINGS = {
         "pairs have the same answer on both sides: {rows}",
         "Remove them: they express no preference.",
     ),
+    "contradicted_pairs": (
+        "pairs have a larger score for the rejected answer than for the chosen one: {rows}",
+        "Swap the answers or correct the scores, or remove the rows: one of the two is wrong.",
+    ),
     "tied_scores": (
         "rankings give all answers the same score: {rows}",
         "Remove them, or use finer scores: nothing can be learned from them.",

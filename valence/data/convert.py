@@ -413,6 +413,14 @@ def _described(names: Sequence[str]) -> str:
     return " and ".join(RATINGS[name] for name in names) or "no rating"
 
 
+def threshold_setting(scores: Iterable[float]) -> str:
+    """The setting of a threshold for these scores: the smallest one in the upper half."""
+    scores = sorted(scores)
+    middle = (scores[0] + scores[-1]) / 2
+    threshold = next((score for score in scores if score > middle), middle)
+    return f"data.threshold: {threshold:g} (the scores are {scores[0]:g} to {scores[-1]:g})"
+
+
 # The table
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
 from valence.data import values
-from valence.data.format_table import FORMATS, SHAPES, Format, is_unimportant
-from valence.data.formats import has_failed, lookup, winner_error
+from valence.data.convert import threshold_setting
+from valence.data.format_table import (
+    FORMATS,
+    MARKS,
+    SHAPES,
+    Format,
+    is_not_one_message,
+    is_unimportant,
+)
+from valence.data.formats import comparison_settings, has_failed, lookup, winner_error
 from valence.errors import UserError
 from valence.types import Kind
 
@@ -29,11 +37,14 @@ RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
 TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only or f.not_for) and not f.loose}
+SIDES = ("second", "score_first", "score_second")
+"""Parts of two answers that are compared, whose names have the same marks as that of the first."""
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are nested in another column."""
 OTHER_NAMES = {
+    "messages": "conversation conversations chat dialog dialogue turns",
     "prompt": "question query input instruction user request problem message",
     "completion": "answer response output reply assistant generation",
     "label": "verdict thumb thumbs vote feedback liked rating helpful useful csat satisfaction "
@@ -41,7 +52,6 @@ OTHER_NAMES = {
     "score": "reward points grade stars",
     "chosen": "preferred accepted better winner good best",
     "rejected": "dispreferred refused worse loser bad worst",
-    "messages": "conversation conversations chat dialog dialogue turns",
 }
 """Column that a message may suggest -> names that files have for it, in lower case."""
 MAX_COLUMNS = 20
@@ -90,7 +100,7 @@ def resolve(
             _check_verdicts(rows, name, dict(names))
             return name, dict(names)
         if not fitting or (kind and gives == {"prompt"} and _compared(rows, keys)):
-            raise _unknown(rows, keys, dict(names), ignored)
+            raise _unknown(rows, keys, dict(names), ignored, kind)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
         names = _other_names(FORMATS[fitting[0]], row, keys)
@@ -117,12 +127,13 @@ def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[
     cells = [lookup(row, column) for row in rows] if column else []
     numbers = [cell for cell in cells if values.as_number(cell) is not None]
     if column in ("label", "preference") and numbers and 2 not in map(values.as_number, numbers):
-        raise winner_error(parts, numbers[0])
+        raise winner_error(parts, numbers)
     for number in numbers:
         try:
             values.verdict(number, (parts["first"], parts["second"]), (None, None))
         except KeyError:
-            raise winner_error(parts, number) from None
+            below_zero = [n for n in numbers if (values.as_number(n) or 0) < 0]
+            raise winner_error(parts, below_zero or [number]) from None
 
 
 def _match_other_names(
@@ -154,22 +165,23 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
     """``keys``, and the other names that columns of a format have in this row. Answers that are
     compared have names of the same place in their lists.
     """
-    names, place = dict(keys), None
+    names, place = dict(keys), 0
     for column, others in f.others.items():
         part = f.parts[column]
         if column in keys or _can_be(part, row.get(column)):
             continue
         places = [
             i
-            for i, name in enumerate(others)
+            for i, name in enumerate(others, 1)
             if name not in names.values()
             and _can_be(part, lookup(row, name))
-            and (part != "first" or _can_be(part, row.get(f.others["response_b"][i])))
+            and (part != "first" or _can_be(part, row.get(f.others["response_b"][i - 1])))
             and (part != "second" or i == place)
+            and (part not in SIDES or i % len(MARKS) == place % len(MARKS))
         ]
         if len(places) == 1:
             [i] = places
-            names[column] = others[i]
+            names[column] = others[i - 1]
             place = i if part == "first" else place
     return names
 
@@ -209,9 +221,12 @@ def _unknown(
     keys: Mapping[str, str],
     certain: Mapping[str, str] | None = None,
     left: Sequence[str] = (),
+    kind: Kind | None = None,
 ) -> UserError:
     """certain: keys that read the rows but for the columns in left."""
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
+    if any("text" in row and not is_not_one_message(row) for row in rows):
+        return _single_messages(columns)
     names = frozenset().union(*(_shape(row, keys, {})[0] for row in rows))
     near = [name for name, f in FORMATS.items() if f.required & names and not f.loose]
     near.sort(key=lambda name: len(FORMATS[name].required - names))
@@ -229,17 +244,23 @@ def _unknown(
         suggested = {**suggested, "label": flags[0]}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     if compared:
-        first, second, prompt = compared
-        fix = (
-            f"the rows have two answers: if {first} is always the better one, set keys: "
-            f"{{chosen: {first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it "
-            f"is and 0 where {second} is, without ties, set format: pairwise_feedback, keys: "
-            f"{{output_A: {first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
-        )
+        fix = _compared_fix(rows, columns, *compared)
     else:
+        scores = [*map(values.as_number, _filled(rows, suggested.get("score", "")))]
+        scores = [score for score in scores if score is not None]
+        is_converted = scores and kind == "judgement" and "label" not in suggested
+        convert = (
+            f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
+            if is_converted
+            else ""
+        )
         is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
         fix = (
-            (f"did you mean keys: {{{mapping}}}{is_ignored}? otherwise " if suggested else "")
+            (
+                f"did you mean keys: {{{mapping}}}{is_ignored}{convert}? otherwise "
+                if suggested
+                else ""
+            )
             + ("" if columns else "write values into columns such as prompt and completion, or ")
             + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
             "completion: COLUMN, label: COLUMN}}"
@@ -254,6 +275,50 @@ def _unknown(
     )
 
 
+def _compared_fix(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], first: str, second: str, prompt: str
+) -> str:
+    """What to set for rows with two answers, from their only column that may be a verdict."""
+    parts = {"first": first, "second": second, "prompt": prompt}
+    others = [c for c in columns if c not in parts.values() and not is_unimportant(c)]
+    settings = [comparison_settings(parts, c, _filled(rows, c)) for c in others]
+    settings = [setting for setting in settings if setting]
+    if len(settings) == 1:
+        return settings[0]
+    return (
+        f"the rows have two answers: if {first} is always the better one, set keys: {{chosen: "
+        f"{first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it is and 0 "
+        f"where {second} is, without ties, set format: pairwise_feedback, keys: {{output_A: "
+        f"{first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
+    )
+
+
+def _single_messages(columns: Iterable[str]) -> UserError:
+    """The error for rows of which each is one message of a conversation."""
+    return UserError(
+        f"each row is one message of a conversation (columns {listed(columns)})",
+        code="format-unknown-columns",
+        fix="write all messages of a conversation into one row, as a list in a column messages, or "
+        "only the prompts into a column prompt; to read the text of every row by itself, set "
+        "format: plain_text on this file, or format: text_prompt for prompts",
+    )
+
+
+def _filled(rows: Sequence[Mapping[str, Any]], column: str) -> list[Any]:
+    """The values of a column that are not missing."""
+    return [cell for row in rows if (cell := lookup(row, column)) is not None]
+
+
+def _leaves(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The columns of a row; in place of one that holds an object, the dotted paths into it."""
+    for name, value in row.items():
+        is_nested = isinstance(value, dict) and values.dialect_of(value) is None
+        if is_nested and "." not in name:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}"
+
+
 def _compared(
     rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]
 ) -> tuple[str, str, str] | None:
@@ -266,14 +331,14 @@ def _compared(
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
     """``keys`` that probably map the columns of these rows; empty unless a format then fits one."""
-    columns = sorted({name for row in rows for name, value in row.items() if value is not None})
+    columns = sorted({path for row in rows for path in _leaves(row)})
     suggested = dict(keys)
     for part, others in OTHER_NAMES.items():
         free = [name for name in columns if name not in suggested.values()]
         column = None if part in columns else _column_called(free, part, others.split())
         key: str = part
         if column is not None and part == "label":
-            key = _rating_part(column, [row.get(column) for row in rows])
+            key = _rating_part(column, _filled(rows, column))
         if column is not None and key and key not in columns:
             suggested.setdefault(key, column)
     fitting = (candidates_of(row, suggested) for row in rows)
@@ -286,7 +351,7 @@ def _column_called(columns: Sequence[str], part: str, others: Sequence[str]) -> 
     """
     names = [part, *others]
     cutoff = 0.95 if part == "messages" else 0.85  # a message is not a conversation
-    lower = {column: column.strip().lower() for column in columns}
+    lower = {column: column.rpartition(".")[2].strip().lower() for column in columns}
     exact = [c for c in columns if get_close_matches(lower[c], names, n=1, cutoff=cutoff)]
     if exact or part == "messages":
         return exact[0] if exact else None

@@ -184,9 +184,15 @@ class Encoder:
         Raises UserError.
         """
         try:
+            [prompt] = self.rendered_as(prompt)
             return self._tokens(self._form(prompt), (), False, _Row()).prompt
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
+
+    def rendered_as(self, *contents: Content) -> Sequence[Content]:
+        """A prompt and its answers; transcripts as text if no chat template is used."""
+        texts = [c.transcript if isinstance(c, Chat) else None for c in contents]
+        return contents if self.as_chat or None in texts else [t for t in texts if t is not None]
 
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
@@ -230,6 +236,7 @@ class Encoder:
         )
         try:
             prompt, completions = self._read_tokens(example.prompt, completions, row)
+            prompt, *completions = self.rendered_as(prompt, *completions)
             prompt = self._form(prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
                 row.notes.add("text_has_no_turns")
@@ -585,9 +592,7 @@ def _one_per_turn(example: Demonstration) -> list[Example]:
     assert completion is not None
     messages = (*prompt.messages, *_turns(completion, "assistant").messages)
     return [
-        replace(
-            example, prompt=replace(prompt, messages=messages[:i]), completion=Chat((messages[i],))
-        )
+        replace(example, prompt=Chat(messages[:i], prompt.tools), completion=Chat((messages[i],)))
         for i, message in enumerate(messages)
         if message["role"] == "assistant" and i > 0 and not has_no_weight(message)
     ]

@@ -41,7 +41,7 @@ AUDIT_DTYPES = {
 ``row_id``, ``prompt_id``: content ids of the example and of its prompt. ``rated_id``, ``rating``:
 see ``rated_content``; ``rating`` is 1 for True, 0 for False, -1 for None.
 """
-EQUAL_SIDES, TIED_SCORES, TEXT_PROMPT, CHAT_PROMPT = 1, 2, 4, 8
+EQUAL_SIDES, TIED_SCORES, TEXT_PROMPT, CHAT_PROMPT, CONTRADICTED = 1, 2, 4, 8, 16
 LENGTH_DTYPES = {"prompt_length": np.int32, "num_lengths": np.int32, "answer_length": np.int32}
 """Lengths of each example that could be tokenized, before ``long_rows`` is applied.
 
@@ -235,10 +235,13 @@ class EncodedChunkBuilder:
 
     def _add_audit_columns(self, example: Example) -> None:
         rated = rated_content(example)
-        flags = TEXT_PROMPT * isinstance(example.prompt, str)
-        flags |= CHAT_PROMPT * isinstance(example.prompt, Chat)
+        is_chat = isinstance(example.prompt, Chat)
+        is_transcript = isinstance(example.prompt, Chat) and example.prompt.transcript is not None
+        flags = TEXT_PROMPT * (isinstance(example.prompt, str) or is_transcript)
+        flags |= CHAT_PROMPT * (is_chat and not is_transcript)
         if isinstance(example, Preference):
             flags |= EQUAL_SIDES * (example.chosen == example.rejected)
+            flags |= CONTRADICTED * example.is_contradicted
         if isinstance(example, Ranking):
             flags |= TIED_SCORES * (len(set(example.scores)) == 1)
         values = {

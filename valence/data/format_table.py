@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect, graded
+from valence.data.values import COLOSSAL, OPENAI, ROLES, SHAREGPT, Dialect, graded
 from valence.types import Kind
 
 UNIMPORTANT = frozenset([
@@ -21,6 +21,7 @@ UNIMPORTANT = frozenset([
     "weight",
 ])  # fmt: skip
 """Words in the names of columns that do not change what a row means."""
+MESSAGE_ROLES = frozenset([*ROLES, "prompter"])
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,14 @@ def _has_no_other_text(row: Mapping[str, Any]) -> bool:
     """Whether no other column holds text of several words, turns or objects."""
     read = ("text", *_names(ANSWER))
     others = [v for name, v in row.items() if name not in read and not is_unimportant(name)]
-    return not any(isinstance(v, list | dict) or len(str(v or "").split()) > 1 for v in others)
+    return is_not_one_message(row) and not any(
+        isinstance(v, list | dict) or len(str(v or "").split()) > 1 for v in others
+    )
+
+
+def is_not_one_message(row: Mapping[str, Any]) -> bool:
+    """Whether the text of a row is not one message of a conversation, with its role."""
+    return str(row.get("role")).casefold() not in MESSAGE_ROLES
 
 
 def is_unimportant(column: str) -> bool:
@@ -111,6 +119,14 @@ STEMS = ("response", "answer", "output", "completion", "generation")
 MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A", "B"))
 FIRST, SECOND = (
     "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
+)
+SCORE_FIRST, SCORE_SECOND = (
+    "|".join(f"{stem}{marks[side]}" for stem in ("score", "rating", "reward") for marks in MARKS)
+    for side in (0, 1)
+)
+SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
+SCORES_OF_PAIR = (
+    "score_chosen|chosen_score|chosen_rating score_rejected|rejected_score|rejected_rating"
 )
 WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
@@ -135,12 +151,13 @@ FORMATS: dict[str, Format] = {
     "attributes": Format("judgement", f"{PROMPT} {ANSWER} scores", MORE),
     "judged_messages": Format("judgement", f"{TURNS}|completion {LABEL}", f"score scores {MORE}"),
     "scored_messages": Format("judgement", f"{TURNS} score|reward", f"scores {MORE}"),
-    "preference": Format("preference", f"{CHOSEN} {REJECTED}", f"{PROMPT} margin soft {MORE}"),
+    "preference": Format(
+        "preference", f"{CHOSEN} {REJECTED}", f"{PROMPT} margin soft {SCORES_OF_PAIR} {MORE}"),
     "demonstration": Format("demonstration", f"{PROMPT} {ANSWER}", MORE),
     "messages": Format("demonstration", TURNS, MORE),
     "ranking": Format("ranking", f"{PROMPT} {ANSWERS}", f"{SCORES} {MORE}"),
     "prompt": Format("prompt", PROMPT, "tools"),
-    "text_prompt": Format("prompt", "text=prompt"),
+    "text_prompt": Format("prompt", "text=prompt", test=is_not_one_message),
     # Token ids, used without tokenization
     "judgement_ids": Format("judgement", f"{IDS} label", f"score error {GENERATED}"),
     "scored_ids": Format("judgement", f"{IDS} score", f"error {GENERATED}"),
@@ -153,14 +170,15 @@ FORMATS: dict[str, Format] = {
     "scalar_feedback": Format("judgement", "prompt output=completion reward=score", "type"),
     "pairwise_feedback": Format(
         "preference", "prompt output_A=first output_B=second label=label",
-        "reward_A=reward_first reward_B=reward_second type"),
+        "reward_A=score_first reward_B=score_second type"),
     # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF, OpenAI
     "helpsteer": Format(
         "judgement", "prompt response=completion helpfulness=scores.helpfulness", ATTRIBUTES),
     "nemo_aligner": Format("judgement", "prompt response=completion preference=label"),
     "colossalchat": Format("judgement", "prompt completion label", dialect=COLOSSAL),
     "openrlhf": Format("judgement", "input=prompt output=completion label"),
-    "openrlhf_preference": Format("preference", "input=prompt chosen rejected", "margin soft"),
+    "openrlhf_preference": Format(
+        "preference", "input=prompt chosen rejected", f"margin soft {SCORES_OF_PAIR}"),
     "openai_preference": Format(
         "preference", "input.messages=prompt preferred_output=chosen non_preferred_output=rejected",
         "input.tools=tools margin soft"),
@@ -169,10 +187,12 @@ FORMATS: dict[str, Format] = {
     "sharegpt_kto": Format(
         "judgement", "conversations=messages kto_tag=label", "system tools", SHAREGPT),
     "sharegpt_preference": Format(
-        "preference", "conversations=prompt chosen rejected", "system tools", SHAREGPT),
+        "preference", "conversations=prompt chosen rejected", f"system tools {SCORES_OF_PAIR}",
+        SHAREGPT),
     "alpaca": Format("demonstration", "instruction output=completion", ALPACA),
     "alpaca_kto": Format("judgement", "instruction output=completion kto_tag=label", ALPACA),
-    "alpaca_preference": Format("preference", "instruction chosen rejected", ALPACA),
+    "alpaca_preference": Format(
+        "preference", "instruction chosen rejected", f"{ALPACA} {SCORES_OF_PAIR}"),
 }  # fmt: skip
 SHAPES: dict[str, Format] = {
     # Two answers, and which one is better
@@ -186,7 +206,10 @@ SHAPES: dict[str, Format] = {
         "preference",
         "context=prompt response1=first response2=second overall_preference=strength"),
     "arena": Format(
-        "preference", "conversation_a=first conversation_b=second winner", "model_a model_b"),
+        "preference", "conversation_a=first conversation_b=second winner", "model_a model_b turn"),
+    "arena_flags": Format(
+        "preference", "prompt response_a=first response_b=second winner_model_a=score_first "
+        "winner_model_b=score_second", "winner_tie model_a model_b"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -201,6 +224,9 @@ SHAPES: dict[str, Format] = {
         "orig_preference=winner"),
     "comparison": Format(
         "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {WINNER}",
+        f"{SCORES_OF_TWO} model_a model_b {MORE}", loose=True),
+    "comparison_scores": Format(
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SCORES_OF_TWO}",
         f"model_a model_b {MORE}", loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from valence.data import values
@@ -38,6 +39,11 @@ UNDECIDED = ("row-tied", "row-turns-differ", LEFT_OUT)
 """Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, and
 those that the function of a format leaves out.
 """
+TURNS_DIFFER = "its answers belong to different conversations"
+TURNS_DIFFER_FIX = (
+    "remove the turns after the first answer that differs, for example with a function as the "
+    "format (see `valence docs extend`)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,8 @@ def _read_contents(
         return _read_ids(row, *parts)
     if "text" in row.columns:
         return _read_text(row)
+    if "first" in row.columns and (conversations := _read_text_lists(row, *parts)):
+        return _split_shared_prompt(row, conversations)
     prompt: str | tuple[Message, ...] | None = None
     answers: dict[str, str | tuple[Message, ...]] = {}
     if "messages" in row.columns:
@@ -115,19 +123,17 @@ def _read_contents(
     elif len(parts) == 1:
         prompt = ""
     if prompt is None:
-        return _read_shared_prompt(row, *parts)
+        return _split_shared_prompt(row, {row.name(part): row.get(part) for part in parts})
     for part in parts:
         answers[row.name(part)] = values.answer(row.get(part), row.name(part), row.dialect)
     return values.exchange(prompt, answers, row.tools)
 
 
 def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
-    """A text without a prompt, or the conversation that it marks with ``### Human:``."""
+    """A text without a prompt, or the conversation that it is a transcript of."""
     name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
-    if marked := values.marked_turns(text):
-        *prompt, answer = values.turns(marked, name, OPENAI)
-        return values.exchange(values.check_prompt(prompt, name), {name: (answer,)}, ())
-    return values.exchange("", {name: text}, ())
+    _, answer = values.transcript(text)
+    return values.exchange(text[:answer], {name: text[answer:]}, ())
 
 
 def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
@@ -161,16 +167,36 @@ def _read_rounds(row: Columns) -> list[dict[str, Any]]:
     ]
 
 
-def _read_shared_prompt(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt that both sides of a pair begin with, and the rest of both."""
-    sides = {row.name(part): row.get(part) for part in parts}
-    shared = values.shared_prompt(row.get(parts[0]), row.get(parts[1]), row.dialect)
-    if "winner" in row.columns and any(len(side) - len(shared) > 1 for side in sides.values()):
-        raise UserError(
-            "its answers belong to different conversations",
-            code="row-turns-differ",
-            fix="remove the row, or the turns after the first answer",
-        )
+def _read_text_lists(row: Columns, *parts: str) -> dict[str, object]:
+    """Two conversations by column, of a row with lists of what the user and both sides wrote; empty
+    for other rows.
+    """
+    questions = values.texts(row.get("prompt"))
+    if not questions:
+        return {}
+    answers = {row.name(part): values.texts(row.get(part)) for part in parts}
+    if any(len(side or ()) != len(questions) for side in answers.values()):
+        return {}
+    return {
+        name: values.as_turns([*chain(*zip(questions, side or (), strict=True))])
+        for name, side in answers.items()
+    }
+
+
+def _split_shared_prompt(
+    row: Columns, sides: Mapping[str, Any]
+) -> tuple[Content, tuple[Content, ...]]:
+    """The prompt that both sides of a pair begin with, and the rest of both.
+
+    sides: the conversations by column.
+    """
+    num_rounds = values.as_number(row.get("turn"))
+    if num_rounds:  # the answers of this round are compared
+        sides = {name: values.first_rounds(side, int(num_rounds)) for name, side in sides.items()}
+    chosen, rejected = sides.values()
+    shared = values.shared_prompt(chosen, rejected, row.dialect)
+    if "first" in row.columns and any(len(side) - len(shared) > 1 for side in sides.values()):
+        raise UserError(TURNS_DIFFER, code="row-turns-differ", fix=TURNS_DIFFER_FIX)
     answers = {
         name: side.removeprefix(shared)
         if isinstance(shared, str)
@@ -315,6 +341,8 @@ def _read_preference(row: Columns) -> Preference:
     sides = ("first", "second") if is_compared else ("chosen", "rejected")
     winner = _read_winner(row) if is_compared else 0
     prompt, answers = _read_contents(row, *sides)
+    scores = [values.as_number(row.get(f"score_{side}")) for side in sides]
+    better, worse = scores[winner], scores[1 - winner]
     if answers[0] == answers[1]:
         raise UserError(
             "the chosen and the rejected answer are the same",
@@ -327,6 +355,7 @@ def _read_preference(row: Columns) -> Preference:
         rejected=answers[1 - winner],
         margin=row.parse("margin", values.number, 0.0),
         soft=row.parse("soft", values.probability, None),
+        is_contradicted=better is not None and worse is not None and better < worse,
         **row.common,
     )
 
@@ -336,22 +365,26 @@ def _read_winner(row: Columns) -> int:
 
     Raises UserError, also for a tie.
     """
-    rewards = [row.parse(f"reward_{side}", values.number, None) for side in ("first", "second")]
-    if None not in rewards and rewards[0] == rewards[1]:
-        raise UserError(
-            f"{row.name('reward_first')} and {row.name('reward_second')} are equal, so neither "
-            "output is preferred",
-            code="row-pair-tied",
-            fix="remove the row",
-        )
     if "label" in row.columns:
+        scores = [row.parse(f"score_{side}", values.number, None) for side in ("first", "second")]
+        if None not in scores and scores[0] == scores[1]:
+            raise UserError(
+                f"{row.name('score_first')} and {row.name('score_second')} are equal, so neither "
+                "output is preferred",
+                code="row-pair-tied",
+                fix="remove the row",
+            )
         return 0 if values.label(row.get("label"), row.name("label")) else 1
     if "winner" in row.columns:
         side = _read_verdict(row)
     else:
         # a strength below 0 is for the first answer
         parts = ("strength",) if "strength" in row.columns else ("score_second", "score_first")
-        numbers = [values.number(row.get(part), row.name(part)) for part in parts]
+        cells = [row.get(part) for part in parts]
+        numbers = [
+            float(cell) if isinstance(cell, bool) else values.number(cell, row.name(part))
+            for cell, part in zip(cells, parts, strict=True)
+        ]
         difference = numbers[0] - sum(numbers[1:])
         side = None if difference == 0 else int(difference > 0)
     if side is None:
@@ -366,30 +399,48 @@ def _read_verdict(row: Columns) -> int | None:
     try:
         return values.verdict(row.get("winner"), (row.name("first"), row.name("second")), models)
     except KeyError:
-        raise winner_error(row.columns, row.get("winner")) from None
+        raise winner_error(row.columns, [row.get("winner")]) from None
 
 
-def winner_error(columns: Mapping[str, str], value: object) -> UserError:
-    """The error for a value that does not say which of two answers is better.
+def winner_error(columns: Mapping[str, str], cells: Sequence[object]) -> UserError:
+    """The error for values that do not say which of two answers is better.
 
     columns: part of the format -> column of the file.
     """
     first, second, column = (columns[part] for part in ("first", "second", "winner"))
-    prompt = columns.get("prompt", columns.get("instruction"))
-    keys = [
-        f"{{output_A: {a}, output_B: {b}, label: {column}, prompt: {prompt}}}"
-        for a, b in ((first, second), (second, first))
-    ]
+    settings = comparison_settings(columns, column, cells)
     return UserError(
-        f"{column} is {values.shown(value)}, which does not say whether {first} or {second} is "
+        f"{column} is {values.shown(cells[0])}, which does not say whether {first} or {second} is "
         "better",
         code="row-winner-unknown",
-        fix=f"write {first}, {second} or tie into {column}"
-        if values.thumb(value) is None or prompt is None
-        else f"set on this file format: pairwise_feedback and, if 1 is for {first}, keys: "
-        f"{keys[0]}; if 1 is for {second}, keys: {keys[1]}; or write {first}, {second} or tie into "
-        f"{column}",
+        fix=(f"{settings}; or " if settings else "")
+        + f"write {first}, {second} or tie into {column}",
     )
+
+
+def comparison_settings(columns: Mapping[str, str], column: str, cells: Sequence[object]) -> str:
+    """The settings for numbers with signs, or for 1 and 0, that say which of two answers is better;
+    empty for other values.
+    """
+    numbers = [values.as_number(cell) for cell in cells]
+    prompt = columns.get("prompt", columns.get("instruction"))
+    if any(number is not None and number < 0 for number in numbers):
+        values_of_first, name = "numbers below 0 are", "helpsteer2_preference"
+        keys = ("response_1", "response_2", "preference_strength")
+    elif cells and all(values.thumb(cell) is not None for cell in cells):
+        values_of_first, name = "1 is", "pairwise_feedback"
+        keys = ("output_A", "output_B", "label")
+    else:
+        return ""
+    if prompt is None:
+        return ""
+    answers = (columns["first"], columns["second"])
+    ways = [
+        f"if {values_of_first} for {side[0]}, keys: {{{keys[0]}: {side[0]}, {keys[1]}: {side[1]}, "
+        f"{keys[2]}: {column}, prompt: {prompt}}}"
+        for side in (answers, answers[::-1])
+    ]
+    return f"set on this file format: {name} and, {'; '.join(ways)}"
 
 
 def _read_demonstration(row: Columns) -> Demonstration:

@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from valence.data.convert import CONVERSIONS, Conversion, Unused, ratings_of, shared_ratings
+from valence.data.convert import (
+    CONVERSIONS,
+    Conversion,
+    Unused,
+    ratings_of,
+    shared_ratings,
+    threshold_setting,
+)
 from valence.data.example_store import ExampleStore
 from valence.data.kind_names import COLUMNS_OF, METHOD_FOR, WORDS
 from valence.errors import UserError
@@ -176,8 +183,7 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
     groups = isinstance(e, Judgement) and kind in ("ranking", "preference")
     condition = " if prompts have several rated completions" if groups else ""
     scores = [s.score for s in examples if isinstance(s, Judgement) and s.score is not None]
-    scale = f", on the scale of {min(scores):g} to {max(scores):g}" if scores else ""
-    threshold = f" and data.threshold{scale}"
+    threshold = f" and {threshold_setting(scores)}" if scores else " and data.threshold"
     ways = [
         f"data.convert: {name}{threshold if 'threshold' in c.required else ''}" + condition
         for name, c in CONVERSIONS.items()

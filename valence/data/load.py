@@ -27,7 +27,15 @@ from valence.data.detect import (
 )
 from valence.data.example_store import ExampleStore
 from valence.data.format_table import FORMATS
-from valence.data.formats import LEFT_OUT, UNDECIDED, columns_read, lookup, read_example
+from valence.data.formats import (
+    LEFT_OUT,
+    TURNS_DIFFER,
+    TURNS_DIFFER_FIX,
+    UNDECIDED,
+    columns_read,
+    lookup,
+    read_example,
+)
 from valence.data.importers.records import SKIP_REASONS, ReadOptions
 from valence.data.importers.rows import KIND_OF, ROW_KINDS, ImportedRows, import_votes
 from valence.data.importers.sources import (
@@ -900,6 +908,8 @@ def _nothing_left(
         where=where or "data",
         fix=bad[0].fix
         if bad
+        else TURNS_DIFFER_FIX
+        if TURNS_DIFFER in reasons
         else "add rows without this problem"
         + (", or change data.convert or data.threshold" if is_converted else ""),
     )

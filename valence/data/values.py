@@ -87,6 +87,8 @@ ROLES = {
     "function": "tool",
 }
 """Role as tools write it -> one of the four that chat templates know."""
+ROUND = {**ROLES, "input": "user", "output": "assistant"}
+"""Names of the texts in a round, in their order -> the role."""
 OPENAI = Dialect("role", "content", ROLES)
 SHAREGPT = Dialect("from", "value", {**ROLES, "observation": "tool"})
 COLOSSAL = Dialect("from", "content", ROLES)
@@ -261,11 +263,23 @@ def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
 
 def _split_round(value: object) -> Sequence[object]:
     """The turns of a round, such as ``{"human": ..., "assistant": ...}``; a turn as it is."""
-    if not isinstance(value, dict) or not value or not value.keys() <= ROLES.keys():
+    if not isinstance(value, dict) or not value or not value.keys() <= ROUND.keys():
         return [value]
-    order = list(ROLES)
+    order = list(ROUND)
     turns = sorted(value.items(), key=lambda turn: order.index(turn[0]))
-    return [{"role": role, "content": content} for role, content in turns if content is not None]
+    return [
+        {"role": ROUND[name], "content": content} for name, content in turns if content is not None
+    ]
+
+
+def texts(value: object) -> list[str] | None:
+    """A list of texts, also one that is written as JSON; None for anything else."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, list) or not all(isinstance(item, str | None) for item in value):
+        return None
+    return [item or "" for item in value]
 
 
 def as_turns(texts: Sequence[object]) -> Sequence[object]:
@@ -275,21 +289,25 @@ def as_turns(texts: Sequence[object]) -> Sequence[object]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-MARKED = re.compile(r"### (Human|Assistant): ?")
+MARKS = (r"### (Human|Assistant):", r"(?:\A\s*|\n\n)(Human|Assistant):")
+"""What begins the turns of a transcript: in openassistant-guanaco, and in hh-rlhf."""
 
 
-def marked_turns(text: str) -> Sequence[object]:
-    """The turns of a text that marks them as ``### Human:`` and ``### Assistant:``; none if it
-    does not begin with such a mark, or does not end with an answer.
+def transcript(text: str) -> tuple[tuple[Message, ...], int]:
+    """The turns before the last answer of a transcript, and where this answer begins; no turns and
+    0 for other text.
+
+    A transcript begins with ``### Human:`` or ``Human:``, and its turns alternate.
     """
-    start, *parts = MARKED.split(text)
-    roles = [role.lower() for role in parts[::2]]
-    if start.strip() or not roles or roles[0] != "human" or roles[-1] != "assistant":
-        return []
-    return [
-        {"role": role, "content": content.strip()}
-        for role, content in zip(roles, parts[1::2], strict=True)
-    ]
+    for mark in MARKS:
+        start, *parts = re.split(mark, text)
+        roles, contents = parts[::2], parts[1::2]
+        is_alternating = roles == ["Human", "Assistant"] * (len(roles) // 2)
+        if roles and is_alternating and not start.strip():
+            pairs = zip(roles[:-1], contents[:-1], strict=True)
+            turns = ({"role": ROLES[who.lower()], "content": part.strip()} for who, part in pairs)
+            return tuple(turns), len(text) - len(contents[-1])
+    return (), 0
 
 
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
@@ -474,6 +492,17 @@ def exchange(
     in answers is cut.
     """
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
+        opening, end = transcript(prompt) if answers else ((), 0)
+        if opening and not prompt[end:].strip():
+            written = None if offered else prompt
+            texts = {name: str(a).removeprefix(prompt) for name, a in answers.items()}
+            return Chat(opening, offered, written), tuple(
+                Chat(
+                    ({"role": "assistant", "content": _check_not_empty(a, name).strip()},),
+                    transcript=a if written else None,
+                )
+                for name, a in texts.items()
+            )
         if offered:
             raise UserError(
                 "the row has tools, but its prompt is text",
@@ -482,12 +511,41 @@ def exchange(
             )
         return prompt, tuple(_check_not_empty(str(a), name) for name, a in answers.items())
     opening = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-    following: list[Chat] = []
-    for name, answer in answers.items():
-        turns = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-        is_repeated = turns[: len(opening)] == opening
-        following.append(Chat(check_answer(turns[len(opening) :] if is_repeated else turns, name)))
-    return Chat(opening, offered), tuple(following)
+    sides = [
+        ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+        for answer in answers.values()
+    ]
+    sides = [side[len(opening) :] if side[: len(opening)] == opening else side for side in sides]
+    if len(sides) == 2:  # which may go on together
+        num_shared = _num_shared(*sides)
+        opening += sides[0][:num_shared]
+        sides = [side[num_shared:] for side in sides]
+    checked = [check_answer(side, name) for side, name in zip(sides, answers, strict=True)]
+    return Chat(opening, offered), tuple(map(Chat, checked))
+
+
+def _num_shared(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """How many turns two conversations share, up to a user or tool turn."""
+    shared = 0
+    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+        shared += 1
+    while shared and first[shared - 1]["role"] not in ("user", "tool"):
+        shared -= 1
+    return shared
+
+
+def first_rounds(conversation: object, num_rounds: int) -> object:
+    """A conversation up to the answer after its user turn of this number."""
+    if not isinstance(conversation, list):
+        return conversation
+    users = [i for i, turn in enumerate(conversation) if _is_by_user(turn)]
+    return conversation[: users[num_rounds]] if len(users) > num_rounds else conversation
+
+
+def _is_by_user(turn: object) -> bool:
+    if not isinstance(turn, dict) or (dialect := dialect_of(turn)) is None:
+        return False
+    return dialect.roles.get(str(turn[dialect.role])) == "user"
 
 
 def _check_not_empty(text: str, name: str) -> str:
@@ -512,8 +570,8 @@ def check_answer(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
             code="row-completion-turns",
-            fix=f"move the turns up to the last {wrong} turn into the prompt; if {name} repeats "
-            "the prompt, repeat it exactly",
+            fix=f"move the turns up to the last {wrong} turn into the prompt, or remove the turns "
+            f"after the first answer; if {name} repeats the prompt, repeat it exactly",
         )
     if not roles or (roles[0], roles[-1]) != ("assistant", "assistant"):
         raise UserError(
@@ -588,18 +646,14 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
             )
         return head + mark
     first, second = turns(chosen, "chosen", dialect), turns(rejected, "rejected", dialect)
-    same = 0
-    while same < min(len(first), len(second)) and first[same] == second[same]:
-        same += 1
-    while same and first[same - 1]["role"] not in ("user", "tool"):
-        same -= 1
-    if not same:
+    num_shared = _num_shared(first, second)
+    if not num_shared:
         raise UserError(
             "the row has no prompt, and chosen and rejected do not begin with the same user turn",
             code="row-prompt-not-shared",
             fix="add a column `prompt`, or begin both with the same turns",
         )
-    return first[:same]
+    return first[:num_shared]
 
 
 def wrong_type(

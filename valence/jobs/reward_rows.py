@@ -236,13 +236,14 @@ def _tokenized_completion(
     encoded: Any = encoder.encode(example)
     if not hasattr(encoded, "answers"):
         return Score(None, error=f"the row cannot be tokenized: {encoded.reason}")
-    (answer,), prompt, tokenizer = encoded.answers, example.prompt, encoder.tokenizer
+    (answer,), tokenizer = encoded.answers, encoder.tokenizer
+    prompt, completion = encoder.rendered_as(example.prompt, example.completion)
     format_columns = {name for f in ("demonstration", "messages") for name in columns_read(f, {})}
     return Completion(
         prompt_id=content_id("prompt", prompt),
         tokens=answer.ids,
         logps=(),
-        text=as_text(example.completion, tokenizer),
+        text=as_text(completion, tokenizer),
         stop="eos" if answer.complete else "length",
         prompt=prompt.messages if isinstance(prompt, Chat) else as_text(prompt, tokenizer),
         rendered=str(tokenizer.decode(list(encoded.prompt_ids))),
