@@ -298,9 +298,9 @@ def _single_messages(columns: Iterable[str]) -> UserError:
     return UserError(
         f"each row is one message of a conversation (columns {listed(columns)})",
         code="format-unknown-columns",
-        fix="write all messages of a conversation into one row, as a list in a column messages, or "
-        "only the prompts into a column prompt; to read the text of every row by itself, set "
-        "format: plain_text on this file, or format: text_prompt for prompts",
+        fix="write all messages of a conversation into one row, as a list in a column messages; "
+        "for prompts, keep only the rows with the user's messages, and set format: text_prompt on "
+        "this file; to train on the text of every row by itself, set format: plain_text",
     )
 
 
