@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyP
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("valence.reports.rendering.os.replace", refused)
+    monkeypatch.setattr("valence.storage.write_part", refused)
     for words, where in ((("runs/first",), "runs/first"), (("runs",), "comparison.html")):
         error = command_error("report", *words)
         check_error(error, "file-not-writable", where=where)

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from benchmarks.crash.trial import differences, newest
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
-from valence.runs import checkpoints, lock, store
+from valence import storage
+from valence.runs import checkpoints, store
 from valence.runs import folder as folders
 from valence.runs.checkpoints import check
 
@@ -353,7 +354,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(
 
     monkeypatch.setattr(time, "time", lambda: real() + 365 * 86400 * next(jumps))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
-    for module in (checkpoints, lock, folders):
+    for module in (checkpoints, storage, folders):
         monkeypatch.setattr(module, "datetime", Jumping)
     run, more = tmp_path / "run", {"run": {"max_time": "01:00:00"}}
     with monkeypatch.context() as patch:

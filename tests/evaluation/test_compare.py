@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.command import command, command_error, place
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
-from valence import checksums, cli
+from valence import cli, storage
 from valence.cli import GATE_FAILED
 from valence.evaluation.summary import JudgeSummary, Position, Rates
 from valence.evaluation.win_rate import Estimate
@@ -407,7 +407,7 @@ def test_killed_in_the_first_window_no_finished_answer_is_lost(folder: Path) -> 
     assert Path("comparison/answers.baseline.jsonl").read_bytes() == b""
     # the text shows whether a stored answer was used or generated again
     records[0]["completion"]["text"] += " (stored)"
-    record = json.dumps(checksums.add_checksum(records[0]))
+    record = json.dumps(storage.add_checksum(records[0]))
     cut = '{"by": "'  # by a crash
     path.write_text("\n".join([record, *path.read_text().splitlines()[1:], cut]))
     assert command(*words) == 0
