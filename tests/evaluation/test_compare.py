@@ -259,18 +259,18 @@ def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
 def test_a_full_disk_is_a_mistake_that_loses_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_text = Path.write_text
+    write_part = storage.write_part
 
     def fill_disk(name: str) -> None:
-        def write(path: Path, content: str, **options: Any) -> None:
-            if name not in path.name:
-                write_text(path, content, **options)
+        def write(target: Path, content: str, root: Path | None = None) -> None:
+            if name not in target.name:
+                write_part(target, content, root)
                 return
-            path.write_bytes(content.encode()[:10])
+            storage.part_path(target).write_bytes(content.encode()[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as full:
-            full.setattr(Path, "write_text", write)
+            full.setattr(storage, "write_part", write)
             command_error_of("file-not-writable", "--judge", "my_rewards:long")
 
     fill_disk("prompts.jsonl")
