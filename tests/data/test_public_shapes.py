@@ -828,6 +828,14 @@ def test_columns_that_may_matter_are_asked_about(
     assert isinstance(example, Judgement if keys == "label" else Demonstration)
 
 
+def test_stars_next_to_the_formats_own_columns_are_asked_about(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q {n}", "completion": "a", "stars": n} for n in (1, 3, 5)]
+    with raises_error("format-unknown-columns", fix="score: stars") as raised:
+        read(tmp_path, "judgement", *rows)
+    assert "scores_to_judgements" in str(raised.error.fix)
+    assert len(read(tmp_path, "demonstration", *rows).examples) == 3
+
+
 def test_stars_are_not_read_as_thumbs(tmp_path: Path) -> None:
     rows = [{"question": f"q {n}", "answer": "a", "rating": n} for n in range(1, 6)]
     with raises_error("kind-mismatch", fix="scores_to_judgements") as raised:

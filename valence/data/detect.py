@@ -99,7 +99,8 @@ def resolve(
         if is_sure and (not fitting or kind or FORMATS[name].gives != "demonstration"):
             _check_verdicts(rows, name, dict(names))
             return name, dict(names)
-        if not fitting or (kind and gives == {"prompt"} and _compared(rows, keys)):
+        is_rated = is_partial and not {"label", "score"}.isdisjoint(suggested_keys(rows, keys))
+        if not fitting or is_rated or (kind and gives == {"prompt"} and _compared(rows, keys)):
             raise _unknown(rows, keys, dict(names), ignored, kind)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
