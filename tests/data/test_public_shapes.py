@@ -603,7 +603,7 @@ def test_other_lists_in_text_stay_text(tmp_path: Path) -> None:
         [example] = read(tmp_path, "preference", {**row, **flags}).examples
         assert replace(example, origin=HERE) == pair(*list(row.values()))
     texts = ('["b"]', '["a"]', '["c"]')
-    row = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+    row = {"prompt": texts[0], "chosen": texts[1], "rejected": texts[2]}
     [example] = read(tmp_path, "preference", row).examples
     assert replace(example, origin=HERE) == pair(*texts)
 
@@ -870,3 +870,13 @@ def test_a_flag_next_to_an_answer_is_not_left_out(tmp_path: Path) -> None:
     rows = [{**PROMPT, "response": "Yes.", "is_safe": is_safe} for is_safe in (True, False)]
     with raises_error("format-unknown-columns", fix="label: is_safe"):
         recognize(DataFile(write(tmp_path / "rows.jsonl", *rows)))
+
+
+def test_keys_name_the_columns_of_formats_with_a_test(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", {"chat": [SYSTEM, ASK]})
+    [example] = load([Source(path, keys={"messages": "chat"})], "prompt").examples
+    assert replace(example, origin=HERE) == prompted(chat(SYSTEM, ASK))
+    graded = [{"text": "Yes.", "rank": 1}, {"text": "No.", "rank": 2}]
+    path = write(tmp_path / "graded.jsonl", {"prompt": "Is it wet?", "replies": graded})
+    [example] = load([Source(path, keys={"answers": "replies"})], "ranking").examples
+    assert replace(example, origin=HERE) == ranked(-1.0, -2.0)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any, Literal
 
 from valence.data import values
@@ -33,10 +32,10 @@ CONTENT = frozenset(
     if key not in SHAPES or (f.parts[name] in TEXTS[2:] and not f.loose)
 ) - {"text"}
 """Columns that determine a format. Any row may also have a `text`."""
+CONTENT_OR_TEXT = CONTENT | {"text"}
 RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
-TESTED = {name: f for name, f in FORMATS.items() if (f.test or f.only or f.not_for) and not f.loose}
 SIDES = ("second", "score_first", "score_second")
 """Parts of two answers that are compared, whose names have the same marks as that of the first."""
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
@@ -100,7 +99,7 @@ def resolve(
             _check_verdicts(rows, name, dict(names))
             return name, dict(names)
         is_rated = is_partial and not {"label", "score"}.isdisjoint(suggested_keys(rows, keys))
-        if not fitting or is_rated or (kind and gives == {"prompt"} and _compared(rows, keys)):
+        if not fitting or is_rated or (kind and gives == {"prompt"} and _compared_fix(rows, keys)):
             raise _unknown(rows, keys, dict(names), ignored, kind)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
@@ -137,6 +136,67 @@ def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[
             raise winner_error(parts, below_zero or [number]) from None
 
 
+def _names_of(
+    row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str] | None = None
+) -> frozenset[str]:
+    """The columns of a row, by the names that formats have for them.
+
+    filled: the label and those of ``keys`` whose column other rows fill, so that this row may leave
+    it empty.
+    """
+    mapped = {part for column in keys.values() for part in (column, column.partition(".")[0])}
+    free = COLUMNS - mapped - keys.keys() if keys else COLUMNS
+    names = {key for key, column in keys.items() if lookup(row, column) is not None}
+    names |= {key for key, column in (filled or {}).items() if column in row}
+    names |= {name for name, value in row.items() if value is not None and name in free}
+    nested = (name for name in NESTED & free if name in row or name.partition(".")[0] in row)
+    names |= {name for name in nested if lookup(row, name) is not None}
+    return frozenset({*names, "score"} if has_failed(row, keys) else names)
+
+
+def candidates_of(
+    row: Mapping[str, Any],
+    keys: Mapping[str, str],
+    kind: Kind | None = None,
+    filled: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The formats that fit a row by their own names of columns, without those of which another
+    one reads more columns.
+    """
+    names = _names_of(row, keys, filled)
+    cells = [lookup(row, keys.get(name, name)) for name in sorted(CONTENT_OR_TEXT & names)]
+    firsts = [cell[0] if isinstance(cell, list) and cell else cell for cell in cells]
+    dialects = [values.dialect_of(turn) for turn in firsts if isinstance(turn, dict)]
+    is_colossal = next(filter(None, dialects), None) is values.COLOSSAL
+    fits = {
+        name: f
+        for name, f in FORMATS.items()
+        if f.required <= names
+        and not f.loose
+        and _accepts(f, row, keys, kind)
+        # OpenAI's and ShareGPT's turns are distinguished one by one
+        and (f.dialect is values.COLOSSAL) is is_colossal
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
+    }
+    return tuple(name for name, f in fits.items() if not any(_covers(g, f) for g in fits.values()))
+
+
+def _covers(f: Format, other: Format) -> bool:
+    """Whether a format reads more columns of a row than another format that also fits it."""
+    if f.required == other.required:
+        return f.only is not None and other.only is None
+    return other.required <= f.column_set and not f.required <= other.column_set
+
+
+def _accepts(f: Format, row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None) -> bool:
+    """Whether a format is detected for methods that read this kind, and for the values of a row
+    that has its columns.
+    """
+    if (f.only or kind) != kind or f.not_for == (kind or ""):
+        return False
+    return not f.test or f.test({**row, **{key: lookup(row, name) for key, name in keys.items()}})
+
+
 def _match_other_names(
     row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None
 ) -> Match | None:
@@ -147,12 +207,11 @@ def _match_other_names(
     for name, f in FORMATS.items():
         names = _other_names(f, row, keys)
         if (
-            not _is_for(f, kind)
-            or (f.gives == "demonstration" and kind not in (None, "demonstration"))
+            (f.gives == "demonstration" and kind not in (None, "demonstration"))
             or (f.gives == "prompt") != (kind == "prompt")
             or (names == keys and not f.loose)
             or any(lookup(row, names.get(column, column)) is None for column in f.required)
-            or (f.test and not f.test(row))
+            or not _accepts(f, row, names, kind)
         ):
             continue
         columns = {names.get(column, column).partition(".")[0] for column in f.columns}
@@ -185,11 +244,6 @@ def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> 
             names[column] = others[i - 1]
             place = i if part == "first" else place
     return names
-
-
-def _is_for(f: Format, kind: Kind | None) -> bool:
-    """Whether a format is detected for methods that read this kind."""
-    return (f.only or kind) == kind and (f.not_for or "") != kind
 
 
 def _can_be(part: str, value: object) -> bool:
@@ -228,7 +282,7 @@ def _unknown(
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     if any("text" in row and not is_not_one_message(row) for row in rows):
         return _single_messages(columns)
-    names = frozenset().union(*(_shape(row, keys, {})[0] for row in rows))
+    names = frozenset().union(*(_names_of(row, keys) for row in rows))
     near = [name for name, f in FORMATS.items() if f.required & names and not f.loose]
     near.sort(key=lambda name: len(FORMATS[name].required - names))
     lacking = {name: ", ".join(sorted(FORMATS[name].required - names)) for name in near[:3]}
@@ -238,59 +292,33 @@ def _unknown(
         else f"{name} (to use it, set format: {name}; its other columns or chat turns differ)"
         for name, others in lacking.items()
     )
-    compared = _compared(rows, keys)
     suggested = suggested_keys(rows, keys) or certain or {}
     flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
     if suggested and len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
         suggested = {**suggested, "label": flags[0]}
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
-    if compared:
-        fix = _compared_fix(rows, columns, *compared)
-    else:
-        scores = [*map(values.as_number, _filled(rows, suggested.get("score", "")))]
-        scores = [score for score in scores if score is not None]
-        is_converted = scores and kind == "judgement" and "label" not in suggested
-        convert = (
+    scores = [*map(values.as_number, _filled(rows, suggested.get("score", "")))]
+    scores = [score for score in scores if score is not None]
+    did_you_mean_keys = f"did you mean keys: {{{mapping}}}" if suggested else ""
+    if suggested is certain:
+        did_you_mean_keys += f", which ignores {', '.join(left)}"
+    if scores and kind == "judgement" and "label" not in suggested:
+        did_you_mean_keys += (
             f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
-            if is_converted
-            else ""
         )
-        is_ignored = f", which ignores {', '.join(left)}" if suggested is certain else ""
-        fix = (
-            (
-                f"did you mean keys: {{{mapping}}}{is_ignored}{convert}? otherwise "
-                if suggested
-                else ""
-            )
-            + ("" if columns else "write values into columns such as prompt and completion, or ")
-            + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
-            "completion: COLUMN, label: COLUMN}}"
-            + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
-        )
+    fix = _compared_fix(rows, keys) or (
+        (f"{did_you_mean_keys}? otherwise " if suggested else "")
+        + ("" if columns else "write values into columns such as prompt and completion, or ")
+        + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
+        "completion: COLUMN, label: COLUMN}}"
+        + (f". Nearest formats: {nearest_formats}" if nearest_formats else "")
+    )
     return UserError(
         f"no format fits the columns {listed(map(repr, columns))}"
         if columns
         else "the first rows have no values",
         code="format-unknown-columns",
         fix=fix,
-    )
-
-
-def _compared_fix(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], first: str, second: str, prompt: str
-) -> str:
-    """What to set for rows with two answers, from their only column that may be a verdict."""
-    parts = {"first": first, "second": second, "prompt": prompt}
-    others = [c for c in columns if c not in parts.values() and not is_unimportant(c)]
-    settings = [comparison_settings(parts, c, _filled(rows, c)) for c in others]
-    settings = [setting for setting in settings if setting]
-    if len(settings) == 1:
-        return settings[0]
-    return (
-        f"the rows have two answers: if {first} is always the better one, set keys: {{chosen: "
-        f"{first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it is and 0 "
-        f"where {second} is, without ties, set format: pairwise_feedback, keys: {{output_A: "
-        f"{first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
     )
 
 
@@ -320,14 +348,31 @@ def _leaves(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _compared(
-    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]
-) -> tuple[str, str, str] | None:
-    """The columns of two answers that are compared, and that of their prompt; None without them."""
+def _compared_fix(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> str:
+    """What to set for rows with two answers, from their only column that may be a verdict; empty
+    for other rows.
+    """
     names = _other_names(FORMATS["comparison"], rows[0], keys) if rows else {}
     first, second, prompt = (names.get(c, c) for c in ("response_a", "response_b", "prompt"))
-    is_compared = all(isinstance(row.get(c), str | list) for row in rows for c in (first, second))
-    return (first, second, prompt) if rows and is_compared else None
+    if not rows or not all(
+        isinstance(row.get(c), str | list) for row in rows for c in (first, second)
+    ):
+        return ""
+    parts = {"first": first, "second": second, "prompt": prompt}
+    columns = {name for row in rows for name in row if not is_unimportant(name)}
+    settings = (
+        comparison_settings(parts, column, _filled(rows, column))
+        for column in sorted(columns - set(parts.values()))
+    )
+    settings = [*filter(None, settings)]
+    if len(settings) == 1:
+        return settings[0]
+    return (
+        f"the rows have two answers: if {first} is always the better one, set keys: {{chosen: "
+        f"{first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it is and 0 "
+        f"where {second} is, without ties, set format: pairwise_feedback, keys: {{output_A: "
+        f"{first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
+    )
 
 
 def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Mapping[str, str]:
@@ -393,84 +438,12 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:MAX_COLUMNS]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _shape(
-    row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str]
-) -> tuple[frozenset[str], values.Dialect | None]:
-    """The columns of a row, by the format's names, and the dialect of its chat turns (None: it has
-    none).
-
-    filled: the label and those of ``keys`` whose column other rows fill, so that this row may leave
-    it empty.
-    """
-    mapped = {part for column in keys.values() for part in (column, column.partition(".")[0])}
-    names = {key for key, column in keys.items() if lookup(row, column) is not None}
-    names |= {key for key, column in filled.items() if column in row}
-    free = COLUMNS - mapped - keys.keys()
-    names |= {name for name, value in row.items() if value is not None and name in free}
-    names |= {name for name in NESTED & free if lookup(row, name) is not None}
-    if has_failed(row, keys):
-        names.add("score")
-    for name in sorted((CONTENT | {"text"}) & names):
-        part = lookup(row, keys.get(name, name))
-        turn = part[0] if isinstance(part, list) and part else part
-        dialect = values.dialect_of(turn) if isinstance(turn, dict) else None
-        if dialect:
-            return frozenset(names), dialect
-    return frozenset(names), None
-
-
-def candidates_of(
-    row: Mapping[str, Any],
-    keys: Mapping[str, str],
-    kind: Kind | None = None,
-    filled: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
-    """The formats that fit a row."""
-    names, dialect = _shape(row, keys, filled or {})
-    tested = frozenset(
-        name
-        for name, f in TESTED.items()
-        if f.required <= names and _is_for(f, kind) and (not f.test or f.test(row))
-    )
-    return candidates(names, dialect, tested)
-
-
 def is_another_format(
     name: str, value: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None = None
 ) -> str | None:
     """The format of this row if it is not ``name``; else None."""
     fitting = () if FORMATS[name].loose else candidates_of(value, keys, kind)
     return None if not fitting or name in fitting else fitting[0]
-
-
-@lru_cache(maxsize=1024)
-def candidates(
-    names: frozenset[str], dialect: values.Dialect | None, tested: frozenset[str]
-) -> tuple[str, ...]:
-    """The formats that fit, without those of which another fitting format reads more columns.
-
-    tested: formats with a test that the row passes.
-    """
-    fits = {
-        name: f
-        for name, f in FORMATS.items()
-        if f.required <= names
-        and not f.loose
-        and (name in tested or name not in TESTED)
-        # OpenAI's and ShareGPT's turns are distinguished one by one
-        and (f.dialect is values.COLOSSAL) is (dialect is values.COLOSSAL)
-        and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
-    }
-
-    def is_covered(name: str) -> bool:
-        required, columns = fits[name].required, set(fits[name].columns)
-        return any(
-            (required <= set(f.columns) and not f.required <= columns)
-            or (required == f.required and f.only and not fits[name].only)
-            for f in fits.values()
-        )
-
-    return tuple(name for name in fits if not is_covered(name))
 
 
 # Ratings

@@ -57,6 +57,10 @@ class Format:
         return (*self.parts, *common)
 
     @cached_property
+    def column_set(self) -> frozenset[str]:
+        return frozenset(self.columns)
+
+    @cached_property
     def parts(self) -> dict[str, str]:
         """Column -> the part that it holds."""
         tokens = (token.partition("=") for token in f"{self.need} {self.may}".split())
