@@ -74,7 +74,7 @@ BRANCHES = {
     "Objective._shared_statistics": "statistics of the step",
     "segment_table": "which tokens each token attends to",
     "hidden_keys": "which tokens each token attends to",
-    "_Step._record": "metrics",
+    "Objective._record": "metrics",
     "SingleProcess.norm": "norm of the gradient",
 }
 """Functions outside the path of the row, and their results."""

@@ -28,7 +28,7 @@ from valence.terminal import Terminal, print_message
 from valence.trainer.prepare import prepare
 from valence.trainer.step import Objective
 from valence.trainer.trainer import Trainer
-from valence.types import MicroBatch, TokenizedExample
+from valence.types import TokenizedExample
 
 
 def score(
@@ -205,19 +205,18 @@ def _fill(trainer: Trainer, cached: CachedReference) -> None:
     )
     done = tokens = 0
     with Progress(messages.console, "scoring", total, quiet=messages.quiet) as bar:
-
-        def score_batch(batch: MicroBatch) -> None:
-            nonlocal done, tokens
-            cached(batch)
-            done += batch.sequences * num_processes  # the others have done about as much
-            tokens += len(batch.tokens) * num_processes
-            bar.update(min(done, total), tokens=tokens)
-
         objective = trainer.state.objective
         for units in passes(trainer):
-            objective.run_micro_batches(
-                objective.divide(units), score_batch, cached.join_collectives
-            )
+            rounds = objective.rounds(objective.divide(units))
+            for batch, is_dummy in rounds:
+                with rounds.running():
+                    if is_dummy:
+                        cached.join_collectives(batch)
+                        continue
+                    cached(batch)
+                    done += batch.sequences * num_processes  # the others have done about as much
+                    tokens += len(batch.tokens) * num_processes
+                    bar.update(min(done, total), tokens=tokens)
 
 
 def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
@@ -229,9 +228,14 @@ def _verify(trainer: Trainer, cached: CachedReference, number: int) -> str:
     places = [(corpus, i) for corpus in prepared.corpora.values() for i in range(len(corpus.units))]
     places = random.Random(prepared.recipe.train.seed).sample(places, min(number, len(places)))
     chosen = [corpus.units[i] for corpus, i in places]
-    local = objective.run_micro_batches(
-        objective.divide(chosen), cached.check, cached.join_collectives
-    )
+    local: list[tuple[int, float]] = []
+    rounds = objective.rounds(objective.divide(chosen))
+    for batch, is_dummy in rounds:
+        with rounds.running():
+            if is_dummy:
+                cached.join_collectives(batch)
+            else:
+                local.append(cached.check(batch))
     results = [pair for pairs in gather_objects(trainer.state.group, local) for pair in pairs]
     count = sum(count for count, _ in results)
     largest = max(difference for _, difference in results)

@@ -658,6 +658,7 @@ class Collector:
     ) -> list[dict[str, tuple[float, ...]]]:
         objective, messages = self._state.objective, self._messages
         num_measured, num_processes = 0, self._state.group.size
+        parts: list[tuple[MicroBatch, list[Tensor]]] = []
         policy = self._state.policy.eval()
         try:
             with (
@@ -667,20 +668,17 @@ class Collector:
                 self._at_sampling_temperature(),
             ):
 
-                def measure(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
-                    return batch, [column[batch.scored] for column in self._columns(batch, names)]
-
                 def advance(batch: MicroBatch | None) -> None:
                     nonlocal num_measured
                     num_measured += (0 if batch is None else batch.sequences) * num_processes
                     bar.update(min(num_measured, len(units)))
 
-                parts = objective.run_micro_batches(
-                    objective.divide(units),
-                    measure,
-                    lambda dummy: self._columns(dummy, names),
-                    advance,
-                )
+                rounds = objective.rounds(objective.divide(units), advance)
+                for batch, is_dummy in rounds:
+                    with rounds.running():
+                        columns = self._columns(batch, names)
+                        if not is_dummy:
+                            parts.append((batch, [column[batch.scored] for column in columns]))
         finally:
             policy.train()
         # Blocks on the device here, once.

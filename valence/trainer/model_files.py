@@ -196,16 +196,17 @@ class ModelWriter:
         order = canonical_order(units, self.prepared.recipe.train.seed, 0)
         rows = [units[i] for i in order[:NUM_SCORED]]
         objective = self.state.objective
+        local: list[list[float]] = []
         policy.eval()
         try:
-            results = objective.run_micro_batches(
-                objective.divide(rows),
-                lambda batch: policy(batch).score,
-                objective.join_collectives,
-            )
+            rounds = objective.rounds(objective.divide(rows))
+            for batch, is_dummy in rounds:
+                with rounds.running():
+                    output = policy(batch).score
+                    if output is not None and not is_dummy:
+                        local += output.tolist()
         finally:
             policy.train()
-        local = [row for scores in results if scores is not None for row in scores.tolist()]
         scores = [row for rows in gather_objects(self.state.group, local) for row in rows]
         ends = {*encoder.end_ids, *units.last_tokens}
         tokenizer = with_padding(

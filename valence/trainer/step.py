@@ -8,10 +8,10 @@ gradient. ``optimizer_step`` applies the gradient. Nothing else changes a weight
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExamp
 
 Progress = Callable[[MicroBatch | None], None]
 """Called after each micro-batch, or with None in a round in which this rank has none."""
-Result = TypeVar("Result")
 
 
 def no_progress(batch: MicroBatch | None) -> None:
@@ -91,7 +90,7 @@ class StepResult:
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(
         default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]]
     )
-    rows: list[SequenceResult] = field(default_factory=list[SequenceResult])
+    rows: list[SequenceResult] | None = None
     class_sums: Tensor | None = None
     router_aux_loss: Tensor | None = None
 
@@ -180,45 +179,72 @@ class Objective:
         router_tokens: tokens over which the load-balancing loss of routers is averaged, if not
         those of these examples.
         """
+        loss, settings, policy, group = self.method.loss, self.settings, self.policy, self.group
+
         # Build the prefix tree of the step, cut it into micro-batches, and balance the ranks.
         if plan is None:
             plan = self.plan(examples, following, backward=backward)
-        batches = plan.batches.to(self.policy.device)
-        result = StepResult(torch.zeros(()), plan.num_unique_tokens)
+        batches = plan.batches.to(policy.device)
+        result = StepResult(torch.zeros(()), plan.num_unique_tokens, rows=[] if rows else None)
 
         # Count over all micro-batches and ranks: averages divide by these.
         trained = [batch.part(requires_grad=True) for batch in batches.local]
-        names = self.method.loss.averages(self.settings)
-        count = divisors(names, self.group.sum(counts(names, trained)))
+        names = loss.averages(settings)
+        count = divisors(names, group.sum(counts(names, trained)))
         shared = self._shared_statistics(trained, result)
-
-        # Estimate z0 of KTO, without a gradient, unless the KL pairs are part of ``batches``.
         num_tokens = [len(batch.tokens) for batch in batches.local]
         largest = max(num_tokens, default=0)
-        if plan.kl_batches is not None:
-            kl_batches = plan.kl_batches.to(self.policy.device)
-            num_tokens += [len(batch.tokens) for batch in kl_batches.local]
-            shared |= self._estimate_z0(kl_batches, plan.num_groups, result, progress)
 
-        # Forward, loss and backward of each micro-batch.
-        step = _Step(
-            self, result, batches, count, shared, weight=weight, backward=backward, rows=rows,
-            is_last=is_last, entropy=entropy and not self.method.is_reward_model, progress=progress,
-            router_tokens=(router_tokens or total_tokens(examples))
-            if backward and self.router_aux_loss
-            else 0,
-        )  # fmt: skip
-        if self.method.loss.couples and (batches.num_rounds > 1 or self.group.size > 1):
-            losses = [step.run_coupled()]
+        # Estimate z0 of KTO, without a gradient, unless the KL pairs are part of ``batches``.
+        if plan.kl_batches is not None:
+            kl_batches = plan.kl_batches.to(policy.device)
+            num_tokens += [len(batch.tokens) for batch in kl_batches.local]
+            shared["z0"] = self._estimate_z0(kl_batches, plan.num_groups, result, progress)
+
+        has_entropy = entropy and not self.method.is_reward_model
+        outputs = [*loss.wants(settings), *(["entropy"] if has_entropy else [])]
+        is_routed = backward and self.router_aux_loss > 0
+        router_tokens = (router_tokens or total_tokens(examples)) if is_routed else 0
+
+        losses: list[Tensor] = []
+        if loss.couples and (batches.num_rounds > 1 or group.size > 1):
+            # The gradient with respect to every log-probability comes first. Each micro-batch then
+            # runs once more, backward through sum(logp * gradient).
+            part, logps = self._coupled_loss(batches, outputs, shared, count, result, progress)
+            losses.append(part.detach() / group.size)  # all ranks have computed the same loss
+            if backward:
+                (weight * part).backward()
+                gradients = [logp.grad for logp in logps]
+                self._backward_through_logps(batches, gradients, router_tokens, result, is_last)
         else:
-            losses = step.run_separately()
+            # Forward, loss and backward of each micro-batch.
+            outputs += [ROUTER_AUX_LOSS] if router_tokens else []
+            rounds = self.rounds(batches, progress)
+            for batch, is_dummy in rounds:
+                with rounds.running(), torch.set_grad_enabled(backward):
+                    ref = self.reference_logps(batch, is_dummy=is_dummy)
+                    out = policy(batch, () if is_dummy else outputs)
+                    if is_dummy:
+                        if backward:
+                            self._backward(_zero(out), is_last and rounds.is_last)
+                        continue
+                    if not all(batch.requires_grad):  # KL pairs are part of this micro-batch
+                        sums = self._kl_sums(batch.part(requires_grad=False), out, ref)
+                        shared["z0"] = self._reference_points(sums, result)
+                        batch = batch.part(requires_grad=True)
+                    view = loss.read(batch, out, ref, settings, self._statistics(batch, shared))
+                    part = loss.total(*view, settings, count)
+                    if backward:
+                        router_loss = self._router_loss(batch, out, router_tokens, result)
+                        self._backward(weight * part + router_loss, is_last and rounds.is_last)
+                    losses.append(part.detach())
+                    self._record(batch, out, ref, view, losses[-1], result)
+                    del out, view, part  # free the graph before the next forward
 
         # Add up the loss and the sizes over the ranks.
-        self._sum_over_ranks(result, losses, len(batches.local), sum(num_tokens), largest)
-        if step.router_tokens:
-            local = result.router_aux_loss
-            zero = torch.zeros((), device=self.policy.device)
-            result.router_aux_loss = self.group.sum(_to_float64(zero if local is None else local))
+        self._sum_over_ranks(
+            result, losses, len(batches.local), sum(num_tokens), largest, is_routed=is_routed
+        )
         return result
 
     # Planning a step
@@ -323,14 +349,16 @@ class Objective:
     @torch.no_grad()
     def _estimate_z0(
         self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress
-    ) -> dict[str, Tensor]:
+    ) -> Tensor:
         """Estimate the reference points of KTO from separate micro-batches of KL pairs."""
-
-        def measure(batch: MicroBatch) -> Tensor:
-            ref = self.reference_logps(batch)
-            return self._kl_sums(batch, self.policy(batch), ref)
-
-        sums = self.run_micro_batches(batches, measure, self.join_collectives, progress)
+        sums: list[Tensor] = []
+        rounds = self.rounds(batches, progress)
+        for batch, is_dummy in rounds:
+            with rounds.running():
+                ref = self.reference_logps(batch, is_dummy=is_dummy)
+                out = self.policy(batch)
+                if not is_dummy:
+                    sums.append(self._kl_sums(batch, out, ref))
         is_double = next(self.policy.parameters()).dtype == torch.float64
         dtype = torch.float64 if is_double else torch.float32
         zero = torch.zeros(2, num_groups, device=self.policy.device, dtype=dtype)
@@ -343,50 +371,18 @@ class Objective:
         _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
         return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.num_groups)
 
-    def _reference_points(self, sums: Tensor, result: StepResult) -> dict[str, Tensor]:
+    def _reference_points(self, sums: Tensor, result: StepResult) -> Tensor:
         """Return z0 [groups] (nats), and record it with its unclamped value."""
         z0, unclamped = stats.reference_point(self.group.sum(sums))
         if self.group.rank == 0:  # the value is the same on all ranks
             result.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(unclamped)]}
-        return {"z0": z0}
+        return z0
 
     # Running micro-batches
 
-    def run_micro_batches(
-        self,
-        batches: RankBatches,
-        run: Callable[[MicroBatch], Result],
-        join_collectives: Callable[[MicroBatch], object],
-        progress: Progress = no_progress,
-    ) -> list[Result]:
-        """Run this rank's micro-batches, as often as the rank with the most.
-
-        join_collectives: runs the dummy batch in rounds in which this rank has no micro-batch, if
-        weights are sharded and every forward is collective.
-
-        When memory runs out where forwards are collective, the rank raises UserError. Elsewhere all
-        ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
-        """
-        is_sharded = self.policy.is_sharded
-        results: list[Result] = []
-        failure: BaseException | None = None
-        for k in range(batches.num_rounds):
-            batch = batches.local[k] if k < len(batches.local) and failure is None else None
-            place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
-            try:
-                with final_out_of_memory(self.policy.shares_rows or is_sharded), place:
-                    if batch is not None:
-                        results.append(run(batch))
-                    elif is_sharded and batches.dummy is not None:
-                        join_collectives(batches.dummy)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                failure, batch = error, None
-            progress(batch)
-        if not is_sharded and self.group.any(failure is not None):
-            raise failure or torch.OutOfMemoryError("another rank ran out of memory")
-        return results
+    def rounds(self, batches: RankBatches, progress: Progress = no_progress) -> MicroBatchRounds:
+        """Return the rounds in which the ranks run these micro-batches together."""
+        return MicroBatchRounds(batches, self.policy, self.group, progress)
 
     def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
         """Return the reference's log-probabilities, if there is one. Dummy rows are not cached."""
@@ -394,13 +390,132 @@ class Objective:
             return self.reference.join_collectives(batch)
         return self.reference(batch) if self.reference else None
 
-    @torch.no_grad()
-    def join_collectives(self, dummy: MicroBatch) -> None:
-        """Take part in forward passes of other ranks, without a gradient."""
-        self.reference_logps(dummy, is_dummy=True)
-        self.policy(dummy)
+    def _coupled_loss(
+        self,
+        batches: RankBatches,
+        outputs: Sequence[str],
+        shared: Mapping[str, Tensor],
+        count: dict[Average, Tensor],
+        result: StepResult,
+        progress: Progress,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute a loss that depends on the sequences of all micro-batches together.
+
+        Returns it, and the log-probabilities of each micro-batch: leaves of its graph.
+        """
+        loss, settings = self.method.loss, self.settings
+        is_idle = not batches.local
+        logps: list[Tensor] = []
+        views: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        if is_idle and batches.dummy is not None:  # its view has the columns to join, without rows
+            batches = replace(batches, local=[batches.dummy])
+        rounds = self.rounds(batches, (lambda _: progress(None)) if is_idle else progress)
+        for batch, is_dummy in rounds:
+            with rounds.running():
+                ref = self.reference_logps(batch, is_dummy=is_dummy or is_idle)
+                with torch.no_grad():
+                    out = self.policy(batch, () if is_dummy else outputs)
+                if is_dummy:
+                    continue
+                out = replace(out, logp=out.logp.detach().requires_grad_(True))
+                view = loss.read(batch, out, ref, settings, self._statistics(batch, shared))
+                views.append(view)
+                if not is_idle:
+                    logps.append(out.logp)
+                    self._record(batch, out, ref, view, torch.zeros(()), result)
+        plain, view = (
+            _join_views([pair[kind] for pair in views], self.group, is_idle) for kind in (0, 1)
+        )
+        return loss.total(plain, view, settings, count), logps
+
+    def _backward_through_logps(
+        self,
+        batches: RankBatches,
+        gradients: Iterable[Tensor | None],
+        router_tokens: int,
+        result: StepResult,
+        is_last: bool,
+    ) -> None:
+        """Run each micro-batch again, backward from the gradient of its log-probabilities."""
+        outputs = (ROUTER_AUX_LOSS,) if router_tokens else ()
+        gradients = iter(gradients)
+        rounds = self.rounds(batches)
+        for batch, is_dummy in rounds:
+            with rounds.running():
+                out = self.policy(batch, () if is_dummy else outputs)
+                share = _zero(out)
+                if not is_dummy:
+                    share = (out.logp * next(gradients)).sum()
+                    share = share + self._router_loss(batch, out, router_tokens, result)
+                self._backward(share, is_last and rounds.is_last)
+
+    def _backward(self, share: Tensor, is_last: bool) -> None:
+        """Add to the gradient. The last backward of a step adds up sharded gradients over ranks."""
+        if self.policy.is_sharded:
+            from valence.distributed.fsdp2 import sync_gradients
+
+            sync_gradients(self.policy, is_last)
+        share.backward()
+
+    def _router_loss(
+        self, batch: MicroBatch, out: PolicyOutput, router_tokens: int, result: StepResult
+    ) -> Tensor | float:
+        """Record this micro-batch's load-balancing loss. Returns its weighted share of the mean
+        over ``router_tokens``; 0 if it is off.
+        """
+        loss = out.router_aux_loss
+        if loss is None:
+            return 0.0
+        num_tokens = num_trained_tokens(batch)
+        share = num_tokens / router_tokens
+        detached, total = loss.detach(), result.router_aux_loss
+        record = Mean(num_tokens * detached, torch.full_like(detached, num_tokens))
+        result.metrics.setdefault(ROUTER_AUX_LOSS, []).append(record)
+        result.router_aux_loss = share * detached + (0 if total is None else total)
+        return self.router_aux_loss * share * loss
+
+    def _statistics(self, batch: MicroBatch, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the statistics of the step, and the reference point of each sequence."""
+        statistics = {
+            name: values[batch.group] if name == "z0" else values for name, values in shared.items()
+        }
+        if "thresholds" in self.method.loss.reads:
+            # Computed for each micro-batch, because each runs backward through them.
+            assert isinstance(self.policy, Scorer)
+            assert self.policy.thresholds is not None
+            statistics["thresholds"] = self.policy.thresholds
+        return statistics
 
     # Results
+
+    def _record(
+        self,
+        batch: MicroBatch,
+        out: PolicyOutput,
+        ref: Tensor | None,
+        view: tuple[dict[str, Tensor], dict[str, Tensor]],
+        part: Tensor,
+        result: StepResult,
+    ) -> None:
+        """Record metrics, finiteness, and the measurements of each sequence if they are wanted."""
+        loss, settings = self.method.loss, self.settings
+        out = replace(out, logp=out.logp.detach())
+        sums = seq_view(batch, token_columns(batch, out, ref))
+        is_finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
+        if out.score is not None:
+            is_finite &= torch.isfinite(out.score.detach()).all(1)
+        result.checks.append((batch.ids, is_finite, torch.isfinite(part) & is_finite.all()))
+        for name, metric in loss.measure(batch, out, ref, *view, settings).items():
+            result.metrics.setdefault(name, []).append(metric)
+        if out.entropy is not None:
+            entropy = mean(out.entropy.detach()[batch.scored])
+            result.metrics.setdefault("entropy", []).append(entropy)
+        if loss.shifts:
+            class_sums, total = stats.class_sums(view[1]), result.class_sums
+            result.class_sums = class_sums if total is None else total + class_sums
+        if result.rows is not None:
+            rewards = loss.rewards(view[1], settings)
+            result.rows += _sequence_results(batch, sums, out.score, rewards)
 
     def _sum_over_ranks(
         self,
@@ -409,6 +524,8 @@ class Objective:
         micro_batches: int,
         tokens: int,
         largest: int,
+        *,
+        is_routed: bool,
     ) -> None:
         """Add up the loss over the ranks, and gather their sizes, in one collective."""
         size, rank, device = self.group.size, self.group.rank, self.policy.device
@@ -431,6 +548,10 @@ class Objective:
             sums = result.class_sums
             sums = torch.zeros(2, 2, device=device) if sums is None else sums
             result.class_sums = self.group.sum(_to_float64(sums))
+        if is_routed:
+            local = result.router_aux_loss
+            zero = torch.zeros((), device=device)
+            result.router_aux_loss = self.group.sum(_to_float64(zero if local is None else local))
 
     def update_statistics(self, result: StepResult) -> None:
         """Update the running statistics after the step was applied."""
@@ -439,175 +560,54 @@ class Objective:
 
 
 @dataclass
-class _Step:
-    """Forward, loss and backward of the micro-batches of one step. Fields: see ``Objective.run``.
+class MicroBatchRounds:
+    """The rounds of one rank: as many as the rank with the most micro-batches has.
 
-    count: the divisor of each average. shared: statistics of the step. router_tokens: 0 if the
-    load-balancing loss is off.
+    Yields each micro-batch and whether it is a dummy. A rank without a micro-batch runs the dummy
+    where weights are sharded, because every forward is then collective. The body of the loop runs
+    ``with rounds.running()``.
+
+    When memory runs out where forwards are collective, the rank raises UserError. Elsewhere all
+    ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
     """
 
-    objective: Objective
-    result: StepResult
     batches: RankBatches
-    count: dict[Average, Tensor]
-    shared: dict[str, Tensor]
-    weight: float
-    backward: bool
-    rows: bool
-    is_last: bool
-    entropy: bool
+    policy: PolicyModel
+    group: Group
     progress: Progress
-    router_tokens: int
+    is_last: bool = False
+    _failure: BaseException | None = None
 
-    def __post_init__(self) -> None:
-        self._num_backwards_left = self.batches.num_rounds
-        loss, settings = self.objective.method.loss, self.objective.settings
-        self._outputs = (*loss.wants(settings), *(["entropy"] if self.entropy else []))
-        self._router_outputs = (ROUTER_AUX_LOSS,) if self.router_tokens else ()
+    def __iter__(self) -> Iterator[tuple[MicroBatch, bool]]:
+        local, dummy, is_sharded = self.batches.local, self.batches.dummy, self.policy.is_sharded
+        for k in range(self.batches.num_rounds):
+            self.is_last = k + 1 == self.batches.num_rounds
+            batch = local[k] if k < len(local) and self._failure is None else None
+            if batch is not None:
+                yield batch, False
+            elif is_sharded and dummy is not None:
+                yield dummy, True
+            self.progress(batch if self._failure is None else None)
+        if not is_sharded and self.group.any(self._failure is not None):
+            raise self._failure or torch.OutOfMemoryError("another rank ran out of memory")
 
-    def run_separately(self) -> list[Tensor]:
-        """Run each micro-batch forward and backward. Returns the loss of each."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a micro-batch: name ranks that did not reach it, and note out of memory."""
+        is_sharded = self.policy.is_sharded
+        place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
+        try:
+            with final_out_of_memory(self.policy.shares_rows or is_sharded), place:
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self._failure = error
 
-        def join(dummy: MicroBatch) -> None:
-            self.objective.reference_logps(dummy, is_dummy=True)
-            self._backward_through_logps(dummy, None)
 
-        return self.objective.run_micro_batches(
-            self.batches, self._forward_backward, join, self.progress
-        )
-
-    def _forward_backward(self, batch: MicroBatch) -> Tensor:
-        """Run one micro-batch forward and backward. Returns its share of the loss."""
-        objective, loss = self.objective, self.objective.method.loss
-        ref = objective.reference_logps(batch)
-        with torch.set_grad_enabled(self.backward):
-            out = objective.policy(batch, (*self._outputs, *self._router_outputs))
-            if not all(batch.requires_grad):  # KL pairs are part of this micro-batch
-                sums = objective._kl_sums(batch.part(requires_grad=False), out, ref)
-                self.shared |= objective._reference_points(sums, self.result)
-                batch = batch.part(requires_grad=True)
-            plain, view = loss.read(batch, out, ref, objective.settings, self._statistics(batch))
-            part = loss.total(plain, view, objective.settings, self.count)
-            self._backward(self._with_router_loss(self.weight * part, batch, out))
-        self._record(batch, out, ref, plain, view, part.detach())
-        return part.detach()
-
-    def run_coupled(self) -> Tensor:
-        """Run a loss that depends on the sequences of all micro-batches together.
-
-        The gradient with respect to every log-probability comes first. Each micro-batch then runs
-        once more, backward through sum(logp * gradient). Returns this rank's share.
-        """
-        objective, group = self.objective, self.objective.group
-        loss, settings = objective.method.loss, objective.settings
-        is_idle = not self.batches.local
-        leaves: list[Tensor] = []
-
-        def read(batch: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            ref = objective.reference_logps(batch, is_dummy=is_idle)
-            with torch.no_grad():
-                out = objective.policy(batch, self._outputs)
-            out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
-            views = loss.read(batch, out, ref, settings, self._statistics(batch))
-            if not is_idle:
-                leaves.append(out.logp)
-                self._record(batch, out, ref, *views, torch.zeros(()))
-            return views
-
-        batches = self.batches
-        if is_idle and batches.dummy is not None:
-            batches = replace(batches, local=[batches.dummy])
-        progress: Progress = (lambda _: self.progress(None)) if is_idle else self.progress
-        reads = objective.run_micro_batches(batches, read, objective.join_collectives, progress)
-        plain, view = (
-            _join_views([views[kind] for views in reads], group, is_idle) for kind in (0, 1)
-        )
-        part = loss.total(plain, view, settings, self.count)
-        if self.backward:
-            (self.weight * part).backward()
-            gradients = iter(leaves)
-            objective.run_micro_batches(
-                self.batches,
-                lambda batch: self._backward_through_logps(batch, next(gradients).grad),
-                lambda dummy: self._backward_through_logps(dummy, None),
-            )
-        return part.detach() / group.size  # all ranks have computed the same loss
-
-    def _backward_through_logps(self, batch: MicroBatch, gradient: Tensor | None) -> None:
-        """Run backward from the gradient of the log-probabilities; None: add nothing."""
-        with torch.set_grad_enabled(self.backward):
-            out = self.objective.policy(batch, () if gradient is None else self._router_outputs)
-            values = out.logp if out.score is None else out.score
-            part = (values * (0 if gradient is None else gradient)).sum()
-            self._backward(self._with_router_loss(part, batch, out))
-
-    def _backward(self, part: Tensor) -> None:
-        """Add to the gradient. The last backward of a step adds up sharded gradients over ranks."""
-        if not self.backward:
-            return
-        self._num_backwards_left -= 1
-        if self.objective.policy.is_sharded:
-            from valence.distributed.fsdp2 import sync_gradients
-
-            sync_gradients(self.objective.policy, self.is_last and self._num_backwards_left == 0)
-        part.backward()
-
-    def _with_router_loss(self, part: Tensor, batch: MicroBatch, out: PolicyOutput) -> Tensor:
-        """Add this micro-batch's share of the load-balancing loss to ``part``, and record it."""
-        loss = out.router_aux_loss
-        if loss is None:
-            return part
-        num_tokens = num_trained_tokens(batch)
-        share = num_tokens / self.router_tokens
-        detached, total = loss.detach(), self.result.router_aux_loss
-        record = Mean(num_tokens * detached, torch.full_like(detached, num_tokens))
-        self.result.metrics.setdefault(ROUTER_AUX_LOSS, []).append(record)
-        self.result.router_aux_loss = share * detached + (0 if total is None else total)
-        return part + self.objective.router_aux_loss * share * loss
-
-    def _statistics(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Return the statistics of the step, and the reference point of each sequence."""
-        statistics = {
-            name: values[batch.group] if name == "z0" else values
-            for name, values in self.shared.items()
-        }
-        if "thresholds" in self.objective.method.loss.reads:
-            # Computed for each micro-batch, because each runs backward through them.
-            assert isinstance(self.objective.policy, Scorer)
-            assert self.objective.policy.thresholds is not None
-            statistics["thresholds"] = self.objective.policy.thresholds
-        return statistics
-
-    def _record(
-        self,
-        batch: MicroBatch,
-        out: PolicyOutput,
-        ref: Tensor | None,
-        plain: dict[str, Tensor],
-        view: dict[str, Tensor],
-        part: Tensor,
-    ) -> None:
-        """Record metrics, finiteness, and the measurements of each sequence."""
-        loss, result = self.objective.method.loss, self.result
-        out = replace(out, logp=out.logp.detach())
-        sums = seq_view(batch, token_columns(batch, out, ref))
-        is_finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
-        if out.score is not None:
-            is_finite &= torch.isfinite(out.score.detach()).all(1)
-        result.checks.append((batch.ids, is_finite, torch.isfinite(part) & is_finite.all()))
-        measured = loss.measure(batch, out, ref, plain, view, self.objective.settings)
-        for name, metric in measured.items():
-            result.metrics.setdefault(name, []).append(metric)
-        if out.entropy is not None:
-            entropy = mean(out.entropy.detach()[batch.scored])
-            result.metrics.setdefault("entropy", []).append(entropy)
-        if loss.shifts:
-            class_sums, total = stats.class_sums(view), result.class_sums
-            result.class_sums = class_sums if total is None else total + class_sums
-        if self.rows:
-            result.rows += _sequence_results(
-                batch, sums, out.score, loss.rewards(view, self.objective.settings)
-            )
+def _zero(out: PolicyOutput) -> Tensor:
+    """A loss without gradient for a dummy, whose backward takes part in collectives."""
+    return ((out.logp if out.score is None else out.score) * 0).sum()
 
 
 def _sequence_results(
