@@ -66,7 +66,7 @@ def evaluate(
     meter.add({"loss": Mean(outcome.loss, outcome.loss.new_ones(()))})
     meter.pool(outcome.metrics)
     by_unit: dict[int, list[SequenceResult]] = {}
-    for row in all_rows(objective.group, outcome.rows or []):
+    for row in all_rows(objective.group, outcome.rows):
         by_unit.setdefault(order[row.unit], []).append(row)
     rows = [
         _row(unit, sorted(by_unit[i], key=lambda row: row.side), examples.get(unit.id), tokenizer)

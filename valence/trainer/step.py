@@ -90,7 +90,7 @@ class StepResult:
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(
         default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]]
     )
-    rows: list[SequenceResult] | None = None
+    rows: list[SequenceResult] = field(default_factory=list[SequenceResult])
     class_sums: Tensor | None = None
     router_aux_loss: Tensor | None = None
 
@@ -185,7 +185,7 @@ class Objective:
         if plan is None:
             plan = self.plan(examples, following, backward=backward)
         batches = plan.batches.to(policy.device)
-        result = StepResult(torch.zeros(()), plan.num_unique_tokens, rows=[] if rows else None)
+        result = StepResult(torch.zeros(()), plan.num_unique_tokens)
 
         # Count over all micro-batches and ranks: averages divide by these.
         trained = [batch.part(requires_grad=True) for batch in batches.local]
@@ -210,7 +210,9 @@ class Objective:
         if loss.couples and (batches.num_rounds > 1 or group.size > 1):
             # The gradient with respect to every log-probability comes first. Each micro-batch then
             # runs once more, backward through sum(logp * gradient).
-            part, logps = self._coupled_loss(batches, outputs, shared, count, result, progress)
+            part, logps = self._coupled_loss(
+                batches, outputs, shared, count, result, rows, progress
+            )
             losses.append(part.detach() / group.size)  # all ranks have computed the same loss
             if backward:
                 (weight * part).backward()
@@ -238,7 +240,7 @@ class Objective:
                         router_loss = self._router_loss(batch, out, router_tokens, result)
                         self._backward(weight * part + router_loss, is_last and rounds.is_last)
                     losses.append(part.detach())
-                    self._record(batch, out, ref, view, losses[-1], result)
+                    self._record(batch, out, ref, view, losses[-1], result, rows)
                     del out, view, part  # free the graph before the next forward
 
         # Add up the loss and the sizes over the ranks.
@@ -397,6 +399,7 @@ class Objective:
         shared: Mapping[str, Tensor],
         count: dict[Average, Tensor],
         result: StepResult,
+        rows: bool,
         progress: Progress,
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute a loss that depends on the sequences of all micro-batches together.
@@ -422,7 +425,7 @@ class Objective:
                 views.append(view)
                 if not is_idle:
                     logps.append(out.logp)
-                    self._record(batch, out, ref, view, torch.zeros(()), result)
+                    self._record(batch, out, ref, view, torch.zeros(()), result, rows)
         plain, view = (
             _join_views([pair[kind] for pair in views], self.group, is_idle) for kind in (0, 1)
         )
@@ -496,8 +499,9 @@ class Objective:
         view: tuple[dict[str, Tensor], dict[str, Tensor]],
         part: Tensor,
         result: StepResult,
+        rows: bool,
     ) -> None:
-        """Record metrics, finiteness, and the measurements of each sequence if they are wanted."""
+        """Record metrics, finiteness, and with ``rows`` the measurements of each sequence."""
         loss, settings = self.method.loss, self.settings
         out = replace(out, logp=out.logp.detach())
         sums = seq_view(batch, token_columns(batch, out, ref))
@@ -513,7 +517,7 @@ class Objective:
         if loss.shifts:
             class_sums, total = stats.class_sums(view[1]), result.class_sums
             result.class_sums = class_sums if total is None else total + class_sums
-        if result.rows is not None:
+        if rows:
             rewards = loss.rewards(view[1], settings)
             result.rows += _sequence_results(batch, sums, out.score, rewards)
 
