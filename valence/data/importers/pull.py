@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,14 @@ import httpx
 from valence.data.importers.fields import first_value, object_at, timestamp
 from valence.data.importers.records import Reader, ReadOptions, Skipped, Vote
 from valence.errors import UserError
-from valence.network import as_the_environment_says, refuse_credentials, retry_after, routes
+from valence.network import (
+    as_the_environment_says,
+    backoff,
+    draw_jitter,
+    refuse_credentials,
+    retry_after,
+    routes,
+)
 from valence.types import Origin
 
 Rows = Iterator[dict[str, Any]]
@@ -67,10 +73,6 @@ class Retry:
     longest_delay: float = 30.0
     longest_wait: float = 600.0
     sleep: Callable[[float], None] = time.sleep
-
-    def delay(self, failures: int) -> float:
-        longest = min(self.longest_delay, self.first_delay * 2 ** (failures - 1))
-        return longest * random.uniform(0.5, 1.0)
 
 
 class NotFound(UserError):
@@ -129,6 +131,7 @@ class Api:
                 problem = f"connection failed ({error or type(error).__name__})"
             except httpx.InvalidURL as error:
                 raise _bad_url(str(error), where) from error
+            pause = backoff(failures, self.retry.first_delay, self.retry.longest_delay, draw_jitter)
             failures += 1
             if failures >= self.retry.num_tries or wait > self.retry.longest_wait:
                 waits = f", and asks to wait {wait:g} s" if wait else f" {failures} times"
@@ -139,7 +142,7 @@ class Api:
                     where=where,
                     fix="check the address and the server's log, then run the same command again",
                 )
-            self.retry.sleep(max(wait, self.retry.delay(failures)))
+            self.retry.sleep(max(wait, pause))
 
     def _read(self, response: httpx.Response, where: str) -> bytes:
         """The body of a reply, with a limited length and time."""
