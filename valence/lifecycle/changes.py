@@ -53,7 +53,8 @@ FIXED = re.compile(
     r"|rollout\.(?:epochs|steps)|mix\.\d+\.(?:train|batch_size)"
 )
 """Settings and lists of rows that decide which rows form which step, and may not change."""
-PATH_SETTING = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))\.\d+\.path")
+FILE_SETTING = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))(?:\.\d+\.path)?")
+"""Settings that say where the rows are, or that they are in memory."""
 ROWS = "rows.safetensors"
 MAX_LISTED = 12
 
@@ -243,7 +244,7 @@ def _changed_settings(
     """Describe changed settings that need permission.
 
     Left out: settings in FREE, a number of steps that does not get smaller, a number of epochs that
-    train.max_steps overrides, and paths to the same rows.
+    train.max_steps overrides, and where the same rows are.
     """
     now, settings = settings_of(prepared) if was else {}, prepared.source.settings
     changed: dict[str, str] = {}
@@ -258,8 +259,8 @@ def _changed_settings(
             continue
         if name == "train.epochs" and (was.get("train.max_steps") or now.get("train.max_steps")):
             continue
-        path_setting = PATH_SETTING.fullmatch(name)
-        if path_setting and path_setting[1] not in rows:
+        file_setting = FILE_SETTING.fullmatch(name)
+        if file_setting and file_setting[1] not in rows:
             continue
         if setting is None and before is not None and after is not None:
             changed[name] = f"{name}: the code of {now[name.removesuffix('.source')]} has changed"
