@@ -79,10 +79,10 @@ class PreviousRun:
         return self.state["counters"]["step"] if self.state else 0
 
     @property
-    def has_later_rows(self) -> bool:
-        """Whether an older version resumed it with other rows or batches.
+    def has_replaced_rows(self) -> bool:
+        """Whether an older version has resumed it with other rows or batches.
 
-        Its state has the steps at which these began.
+        The state then has the steps at which they were replaced.
         """
         counters = self.state["counters"] if self.state else {}
         return bool(counters.get("first")) or any(counters.get("firsts", {}).values())
@@ -202,7 +202,7 @@ def find_previous_run(
             fix="start over (`valence train RECIPE --fresh`), which moves this run aside; its "
             "models are in checkpoints/step-N/model",
         )
-    elif previous.has_later_rows:
+    elif previous.has_replaced_rows:
         raise UserError(
             "an earlier version of Valence has resumed this run with another batch size or other "
             "training rows; this version cannot resume it",

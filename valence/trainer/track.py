@@ -35,8 +35,8 @@ class Counters:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # States of older versions also have the keys "first" and "firsts", the steps at which the
-        # present rows were added. Only runs in which they are 0 are resumed.
+        # States of older versions also have the keys "first" and "firsts", the steps at which rows
+        # were replaced. Only runs in which they are 0 are resumed, so they are not needed.
         for name in self.state_dict().keys() & state.keys():
             setattr(self, name, state[name])
 
