@@ -58,8 +58,9 @@ def test_rows_a_name_and_a_method_are_enough(
     assert answer == again[0].text
 
     assert valence.train(method="kto", model="./model", train=ROWS, quiet=True, **SETTINGS).finished
-    with raises_error("run-differs", fix="train.seed"):
-        valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **{"train.seed": 7})
+    changed = {"train.weight_decay": 0.1}
+    with raises_error("run-differs", fix="train.weight_decay"):
+        valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **changed)
     fresh = valence.train(
         method="kto",
         model="./model",
@@ -67,13 +68,13 @@ def test_rows_a_name_and_a_method_are_enough(
         fresh=True,
         quiet=True,
         **SETTINGS,
-        **{"train.seed": 7},
+        **changed,
     )
     assert not fresh.finished
-    assert fresh.recipe.train.seed == 7
+    assert fresh.recipe.train.weight_decay == 0.1
     capsys.readouterr()
     valence.train(
-        method="kto", model="./model", train=ROWS, allow=["train.seed"], quiet=True, **SETTINGS
+        method="kto", model="./model", train=ROWS, allow=list(changed), quiet=True, **SETTINGS
     )
     assert capsys.readouterr().out == ""
 
@@ -239,13 +240,13 @@ def test_each_call_has_a_new_folder_unless_one_is_named(place: Path) -> None:
 def test_errors_name_arguments_and_no_options(place: Path) -> None:
     options: dict[str, Any] = {"method": "kto", "model": "./model", "quiet": True, **SETTINGS}
     valence.train(train=ROWS, **options)
-    with raises_error("run-differs", fix='allow=["train.seed", "data.train"]; or start') as raised:
-        valence.train(train=ROWS[:5], **options, **{"train.seed": 3})
+    changed = {"train.learning_rate": 1e-4, "train.weight_decay": 0.1}
+    names = 'allow=["train.learning_rate", "train.weight_decay"]; or start'
+    with raises_error("run-differs", fix=names) as raised:
+        valence.train(train=ROWS, **options, **changed)
     assert "fresh=True" in (raised.error.fix or "")
     assert "--" not in str(raised.error)
-    run = valence.train(
-        train=ROWS[:5], **options, **{"train.seed": 3}, allow=["data.train", "train.seed"]
-    )
+    run = valence.train(train=ROWS, **options, **changed, allow=list(changed))
     assert run.finished or run.step
     with raises_error("allow-unknown-setting", where="allow"):
         valence.train(train=ROWS, **options, allow=["data.trian"])
@@ -263,7 +264,7 @@ def test_hints_name_arguments_and_no_options(
     assert "--fresh" not in hint
     recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
     with raises_error("run-differs", fix="allow=[") as raised:
-        valence.build_run(recipe, ["run.dir=runs/python"], quiet=True)
+        valence.build_run(recipe, ["run.dir=runs/python", "train.batch_size=5"], quiet=True)
     assert "fresh=True" in (raised.error.fix or "")
     assert "--" not in str(raised.error)
 

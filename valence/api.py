@@ -108,8 +108,8 @@ def train(
     Each call writes to a new folder (``runs/kto``, ``runs/kto-2``, ...), unless ``run.dir`` is set,
     also in a recipe. If that folder already contains a run, it resumes from its last checkpoint; a
     finished run is only loaded.
-    fresh: rename that folder and start over. allow: settings, or sections such as ``data``, that
-    may differ from those of the resumed run.
+    fresh: rename that folder and start over. allow: settings, or sections such as ``loss``, that
+    may differ from those of the resumed run. Batch size, epochs and training rows may not differ.
 
     Under torchrun or `accelerate launch` the processes train together: each of them calls this with
     the same arguments. group: the processes; by default those of the environment. Only the sinks of

@@ -255,7 +255,6 @@ PITFALLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "After a change of the dataset, skipping as many rows of the new one as were trained on in "
         "the old one": (
-            "tests/training/test_resume_changed.py::test_none_of_the_new_rows_is_skipped",
             "tests/training/test_resume_changed.py::"
             "test_changed_rows_are_refused_with_the_difference",
         ),

@@ -63,7 +63,7 @@ OTHERS: dict[str, str] = {
 }
 """How lines begin that are run elsewhere, and where."""
 
-LONGER, FEW = "train.epochs=3", "train.max_steps=2"
+LONGER, FEW = "train.max_steps=300", "train.max_steps=2"
 HOST = (
     "torchrun --nnodes 2 --node-rank {} --master-addr node1 --master-port 29500 "
     "--nproc-per-node 8 -m valence train recipe.yaml"
@@ -71,7 +71,7 @@ HOST = (
 ADDED: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
-        "valence train recipe.yaml --allow data --allow eval": LONGER,
+        "valence train recipe.yaml --allow data.eval --allow eval": LONGER,
         "sbatch examples/slurm/train.sbatch recipe.yaml "
         "run.dir=runs/first": "run.dir=runs/slurm train.epochs=500",
     },

@@ -114,10 +114,10 @@ def test_a_run_evaluates_on_the_rows_and_resumes(model: str) -> None:
     assert len(run.evaluate().rows) == NUM_HELD_OUT
     assert valence.train(recipe(model), quiet=True).step == run.step
     write("rows.jsonl", [*THUMBS, {"prompt": "new ", "completion": "row", "label": True}])
-    with raises_error("run-differs", fix='allow=["data'):
+    with raises_error("run-differs", fix="model.name"):
         valence.train(recipe(model), quiet=True)
     write("rows.jsonl", THUMBS)
-    with raises_error("run-differs", fix='allow=["data'):
+    with raises_error("run-differs", fix="model.name"):
         valence.train(recipe(model), overrides=["data.eval=0.5"], quiet=True)
 
 

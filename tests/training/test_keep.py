@@ -122,7 +122,7 @@ def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(
     done = records(tmp_path / "run")
     assert train(settings)[0].step == 6
     assert records(tmp_path / "run") == done
-    settings["train"]["epochs"] = 4
+    settings["train"]["max_steps"] = 12
     run, message = train(settings)
     assert {"12", "9"} <= set(re.findall(r"\d+", message))
     assert (run.step, run.total_steps) == (10, 12)  # two more evaluations that were no better

@@ -5,34 +5,40 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.command import command
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from tests.training.resuming import Undisturbed, facts, killed, records, train, weights
+from tests.training.resuming import (
+    Undisturbed,
+    facts,
+    killed,
+    records,
+    resumed_steps,
+    train,
+    weights,
+)
 from tests.training.test_run import ROWS, written
 from valence.lifecycle import models
 from valence.lifecycle.restore import restore
 from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.policy_model import PolicyModel
 from valence.planning import plan
-from valence.trainer import trainer
+from valence.trainer.track import Counters
 
 # Settings
 
 
 @pytest.mark.parametrize(("section", "change", "difference"), [
     ("train", {"learning_rate": 2e-3}, "train.learning_rate: 0.001 -> 0.002"),
-    ("train", {"epochs": 1}, "train.epochs: 3 -> 1"),
     ("train", {"max_steps": 5}, "train.max_steps: null -> 5"),
-    ("train", {"seed": 1}, "train.seed: 0 -> 1"),
     ("model", {"lora": {"rank": 4}}, "model.lora.rank: 2 -> 4"),
     ("model", {"lora": None}, "model.lora"),
     ("loss", {"beta": 0.2}, "loss.beta: 0.1 -> 0.2"),
@@ -90,6 +96,132 @@ def test_automatic_settings_are_kept_on_resume(
     assert "dtype: float32" in (tmp_path / "run/config.yaml").read_text()
 
 
+@pytest.mark.parametrize(("section", "change", "difference"), [
+    ("train", {"batch_size": 2}, "train.batch_size: 4 -> 2"),
+    ("train", {"drop_last": True}, "train.drop_last: false -> true"),
+    ("train", {"seed": 1}, "train.seed: 0 -> 1"),
+    ("train", {"epochs": 1}, "train.epochs: 3 -> 1"),
+    ("data", {"stratify": True}, "data.stratify: false -> true"),
+])  # fmt: skip
+def test_other_batches_are_refused_also_if_they_are_allowed(
+    section: str,
+    change: dict[str, Any],
+    difference: str,
+    settings: dict[str, Any],
+    killed_run: Path,
+) -> None:
+    log = (killed_run / "metrics.jsonl").read_bytes()
+    settings[section] |= change
+    fix = (
+        "undo the change; or start a new run from the model of this one: run `valence export "
+        f"{killed_run} FOLDER`, and set model.name: FOLDER, and another run.dir"
+    )
+    with raises_error("run-differs", where=f"run.dir: {killed_run}", fix=fix) as raised:
+        train(settings, allow=[section])
+    assert difference in raised.error.message.replace(".0 ", " ") + " "
+    assert (killed_run / "metrics.jsonl").read_bytes() == log
+
+
+def test_more_epochs_are_refused_with_the_number_of_steps(
+    settings: dict[str, Any], killed_run: Path
+) -> None:
+    settings["train"]["epochs"] = 4
+    with raises_error("run-differs", where=str(killed_run), fix="train.max_steps: 12 ") as raised:
+        train(settings, allow=["train.epochs"])
+    assert "train.epochs: 3.0 -> 4.0" in raised.error.message
+    settings["train"]["max_steps"] = 12
+    assert train(settings)[0].step == 12
+    assert resumed_steps(killed_run) == [4]
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 1}, {"rows": 6}, None])
+def test_other_batches_and_rows_of_a_mix_are_refused(
+    change: dict[str, int] | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    shown = tmp_path / "shown.jsonl"
+    rows = [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(7)]
+    mix = [{"method": "sft", "train": [{"path": str(shown)}], "batch_size": 2}]
+    written(shown, rows)
+    killed(settings | {"mix": mix}, 3)
+    name = "mix.0.train"
+    if change is None:
+        mix = []
+    elif "rows" in change:
+        written(shown, rows[: change["rows"]])
+    else:
+        name, mix = "mix.0.batch_size", [mix[0] | change]
+    with raises_error("run-differs", where=str(tmp_path / "run"), fix="model.name") as raised:
+        train(settings | {"mix": mix}, allow=["mix"])
+    assert f"{name}: " in raised.error.message
+
+
+@pytest.mark.parametrize(
+    ("run", "saved_step", "setting"),
+    [
+        ({}, 9, "model.name: {run}/model"),
+        ({"save_hf": True}, 4, "model.name: {run}/checkpoints/step-4/model"),
+        (
+            {"save_hf": True, "export": "adapter"},
+            4,
+            "model.adapter: {run}/checkpoints/step-4/model",
+        ),
+        ({}, 4, "model.name: FOLDER"),
+    ],
+    ids=["finished", "saved model", "saved adapter", "exported"],
+)
+def test_a_new_run_from_the_model_has_other_batches(
+    run: dict[str, Any], saved_step: int, setting: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings["run"] |= run
+    if saved_step == 9:
+        train(settings)
+    else:
+        killed(settings, saved_step + 2)
+    settings["train"] |= {"batch_size": 2, "epochs": 1}
+    setting = setting.format(run=tmp_path / "run")
+    with raises_error("run-differs", fix=f"set {setting}") as raised:
+        train(settings)
+    model = setting.partition(": ")[2]
+    if model == "FOLDER":
+        export = re.search(r"`valence (export .*) FOLDER`", raised.error.fix or "")
+        assert export is not None
+        model = str(tmp_path / "exported")
+        assert command(*export[1].split(), model) == 0
+    is_adapter = setting.startswith("model.adapter")
+    settings["model"] |= {"adapter": model, "lora": None} if is_adapter else {"name": model}
+    settings["run"]["dir"] = str(tmp_path / "new")
+    new, _ = train(settings)
+    assert new.step == 6
+    (last,) = (row for row in records(tmp_path / "run") if row["step"] == saved_step)
+    start = records(tmp_path / "new")[0]
+    assert start["eval/logps/chosen"] == pytest.approx(last["eval/logps/chosen"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "firsts"), [(0, {}), (0, {"mix.0.train": 0}), (2, {}), (0, {"mix.0.train": 3})]
+)
+def test_a_state_of_an_older_version_is_resumed_if_its_rows_began_at_the_first_step(
+    first: int,
+    firsts: dict[str, int],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        older = {"first": first, "firsts": firsts}
+        patch.setattr(Counters, "state_dict", lambda counters: asdict(counters) | older)
+        killed(settings, 6)
+    path = tmp_path / "run"
+    assert restore(path).step == 4
+    if first or any(firsts.values()):
+        with raises_error("run-differs", where=f"run.dir: {path}", fix="valence export"):
+            train(settings, allow=["train"])
+        return
+    run, _ = train(settings)
+    undisturbed.assert_same(run, path)
+
+
 @pytest.mark.usefixtures("killed_run")
 def test_an_unknown_name_to_allow_is_refused(settings: dict[str, Any]) -> None:
     with raises_error("allow-unknown-setting", where="allow", fix="train.learning_rate"):
@@ -102,7 +234,7 @@ def test_a_finished_run_may_get_longer(
     undisturbed: Undisturbed,
 ) -> None:
     shutil.copytree(undisturbed.path, tmp_path / "run")
-    settings["train"]["epochs"] = 4
+    settings["train"]["max_steps"] = 12
     run, _ = train(settings)
     assert run.step == 12
     steps = [row["step"] for row in records(tmp_path / "run")]
@@ -139,25 +271,10 @@ def test_a_longer_run_has_the_learning_rates_of_its_new_length(
     assert rates == pytest.approx([1e-3 * (1 - done) for done in (0 / 2, 1 / 2, 2 / 4, 3 / 4)])
 
 
-def test_a_different_batch_size_resumes_at_the_same_row(
-    settings: dict[str, Any],
-    killed_run: Path,
-) -> None:
-    """Twelve rows, three epochs: after four steps of four rows, four thirds of an epoch are done;
-    then steps of two.
-    """
-    settings["train"]["batch_size"] = 2
-    run, _ = train(settings, allow=["train.batch_size"])
-    assert run.state.counters.first == 4 - 8
-    assert run.step == run.total_steps == 4 + 10  # of 18 steps of two rows, 8 were behind it
-    assert run.state.counters.examples_seen == 36
-    assert records(killed_run)[-1]["epoch"] == 3
-
-
 def test_fewer_steps_than_were_done_are_refused(settings: dict[str, Any], killed_run: Path) -> None:
-    settings["train"]["epochs"] = 1
-    with raises_error("run-beyond-steps", where=str(killed_run), fix="train.epochs"):
-        train(settings, allow=["train.epochs"])
+    settings["train"]["max_steps"] = 3
+    with raises_error("run-beyond-steps", where=str(killed_run), fix="train.max_steps"):
+        train(settings, allow=["train.max_steps"])
 
 
 # Rows
@@ -176,9 +293,9 @@ def test_changed_rows_are_refused_with_the_difference(
     with raises_error(
         "run-differs",
         where=str(tmp_path / "run"),
-        fix='"data.train"',
+        fix="model.name",
     ) as raised:
-        train(settings)
+        train(settings, allow=["data"])
     line = raised.error.message.splitlines()[-1]
     assert re.match(
         r" *data\.train: 12 .* 13 .* 2 .*train\.jsonl:12.* 1 ",
@@ -199,7 +316,7 @@ def test_repeated_rows_count_as_often_as_they_occur(
     rows: list[dict[str, Any]], difference: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     written(tmp_path / "train.jsonl", rows)
-    with raises_error("run-differs", fix='"data.train"') as raised:
+    with raises_error("run-differs", fix="model.name") as raised:
         train(settings)
     assert re.search(difference, raised.error.message.splitlines()[-1])
 
@@ -208,9 +325,9 @@ def test_repeated_rows_count_as_often_as_they_occur(
 @pytest.mark.parametrize(
     ("rows", "difference"),
     [
-        ([*ROWS, *({**row, "completion": "a new one"} for row in ROWS[:10])], r" 12 .* 22 .* 10 "),
-        ([*ROWS[:-1], *ROWS[:2]], r" 12 .* 13 \D*$"),
-        ([*ROWS[:-1], {**ROWS[0], "completion": "another"}], r" 12 .* 12 \D*$"),
+        ([*ROWS[:5], *({**row, "completion": "a new one"} for row in ROWS[:3])], r" 5 .* 8 .* 3 "),
+        ([*ROWS[:4], *ROWS[:2]], r" 5 .* 6 \D*$"),
+        ([*ROWS[:4], {**ROWS[0], "completion": "another"}], r" 5 .* 5 \D*$"),
     ],
     ids=["appended", "replaced by more", "replaced by as many"],
 )
@@ -218,12 +335,12 @@ def test_changed_rows_are_described_after_a_kill_before_the_next_checkpoint(
     rows: list[dict[str, Any]], difference: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """The checkpoint then has other rows than the last start."""
-    written(tmp_path / "train.jsonl", rows)
+    written(tmp_path / "eval.jsonl", rows)
     settings["run"]["save_every"] = 50
-    killed(settings, 6, allow=["data.train"])
+    killed(settings, 6, allow=["data.eval"])
     train(settings)
     changes = facts(tmp_path / "run")["resumes"][-1]["with"]
-    (entry,) = (change for change in changes if change.startswith("data.train: "))
+    (entry,) = (change for change in changes if change.startswith("data.eval: "))
     assert re.search(difference, entry)
     assert "order" not in entry
 
@@ -235,87 +352,6 @@ def test_the_same_rows_elsewhere_and_in_another_order_are_the_same_rows(
     settings["data"]["train"] = [{"path": written(tmp_path / "moved.jsonl", ROWS[::-1])}]
     run, _ = train(settings)
     undisturbed.assert_same(run, killed_run)
-
-
-def spy_on_steps(
-    monkeypatch: pytest.MonkeyPatch,
-    note: Callable[[list[Any], list[Any]], None],
-) -> None:
-    """note: called before each step with its units, and those of the recipe's other methods."""
-    step = trainer.optimizer_step
-
-    def spied(
-        objective: Any,
-        optimizer: Any,
-        units: Any,
-        following: Any,
-        clip: Any,
-        shares: Any,
-        **options: Any,
-    ) -> Any:
-        note(list(units), [unit for share in shares for unit in share.examples])
-        return step(objective, optimizer, units, following, clip, shares, **options)
-
-    monkeypatch.setattr(trainer, "optimizer_step", spied)
-
-
-@pytest.mark.usefixtures("killed_run")
-def test_none_of_the_new_rows_is_skipped(
-    settings: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = [{**row, "completion": f"new {i} {i}"} for i, row in enumerate(ROWS)]
-    written(tmp_path / "train.jsonl", rows)
-    ids: list[str] = []
-    spy_on_steps(monkeypatch, lambda units, _: ids.extend(unit.id for unit in units))
-    run, _ = train(settings, allow=["data.train"])
-    assert (run.step, run.state.counters.first) == (13, 4)
-    assert len(ids) == 36
-    assert len(set(ids)) == 12
-    assert all(ids.count(name) == 3 for name in ids)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    ["mix.0.train", pytest.param("data.train", marks=pytest.mark.slow)],
-)
-def test_rows_of_a_mix_begin_where_they_changed(
-    changed: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each list of rows by itself: new ones from their beginning, the others where they were."""
-    shown = tmp_path / "shown.jsonl"
-    settings["mix"] = [{"method": "sft", "train": [{"path": str(shown)}], "batch_size": 2}]
-    written(shown, [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(7)])
-    ids: list[str] = []
-    spy_on_steps(monkeypatch, lambda _, mixed: ids.extend(unit.id for unit in mixed))
-    killed(settings, 6)
-    name = shown if changed.startswith("mix") else tmp_path / "train.jsonl"
-    assert len(set(ids[: 2 * 4 - 1])) == 7  # an epoch in four steps
-    old = set(ids)
-    new = [{"prompt": f"new {i} ", "completion": f"better {i}"} for i in range(7)]
-    written(
-        name,
-        new
-        if changed.startswith("mix")
-        else [{**row, "completion": f"new {i} {i}"} for i, row in enumerate(ROWS)],
-    )
-    ids.clear()
-    run, _ = train(settings, allow=[changed])
-    if changed.startswith("mix"):
-        assert (run.state.counters.first, run.state.counters.firsts, run.step) == (
-            0,
-            {"mix.0.train": 4},
-            9,
-        )
-    else:
-        assert (run.state.counters.first, run.state.counters.firsts, run.step) == (
-            4,
-            {"mix.0.train": 0},
-            13,
-        )
-    assert len(set(ids[:7])) == 7  # the next epoch of the old ones, or the first of the new
-    assert set(ids).isdisjoint(old) is changed.startswith("mix")
 
 
 def test_rows_that_are_no_longer_there_are_noticed(

@@ -74,8 +74,8 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Resume the run although this setting, or a setting in this section (e.g. `data`), "
-        "has changed. Can be repeated.",
+        help="Resume the run although this setting, or a setting in this section (e.g. `loss`), "
+        "has changed. Batch size, epochs and training rows cannot change. Can be repeated.",
     ),
 ]
 Fresh = Annotated[

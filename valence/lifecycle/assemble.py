@@ -54,7 +54,6 @@ def make_trainer(
     console: Console | None = None,
     quiet: bool = False,
     stop: Stop | None = None,
-    first: int = 0,
     finished: bool = False,
     world: Group | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -63,7 +62,6 @@ def make_trainer(
 ) -> Trainer:
     """Return a trainer that stands at its first step.
 
-    first: the step from which on the present rows are trained on, when a run resumes with others.
     finished: the run is only there to be measured. world: all processes. facts, audit: what is
     known of a run without a ``folder``, for its model card. samples_in_process: ignore the
     recipe's ``rollout.engine``.
@@ -80,8 +78,8 @@ def make_trainer(
     )
     state = TrainState(
         prepared, policy, reference, group,
-        micro_batch_tokens=micro_batch_tokens, first=first, optimizer=optimizer,
-        scheduler=scheduler, log=jsonl, trains=folder is not None,
+        micro_batch_tokens=micro_batch_tokens, optimizer=optimizer, scheduler=scheduler, log=jsonl,
+        trains=folder is not None,
     )  # fmt: skip
     shared_stop = SharedStop(stop or Stop(console), world)
     retry = MemoryRetry(state, messages, folder)

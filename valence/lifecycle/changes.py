@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.methods import method_of
 from valence.models.policy_model import PolicyModel
-from valence.runs.folder import versions
+from valence.runs.folder import RunFolder, versions
 from valence.storage import KEY, checksum
 from valence.trainer.prepare import Corpus, Prepared
 
@@ -47,18 +48,13 @@ FREE = (
     | {"eval.train_examples"}
 )
 """Settings that change neither weights nor log beyond their last digits."""
-LENGTH_SETTINGS = ("train.epochs", "train.max_steps")
-"""Settings that decide the number of steps, which may grow."""
-BATCH_SETTINGS = (
-    "train.batch_size",
-    "train.drop_last",
-    "train.seed",
-    "data.stratify",
-    "rollout.epochs",
-    "rollout.steps",
+FIXED = re.compile(
+    r"train\.(?:batch_size|drop_last|seed|epochs)|data\.(?:train|stratify)"
+    r"|rollout\.(?:epochs|steps)|mix\.\d+\.(?:train|batch_size)"
 )
-"""Settings that decide which rows form which step."""
-PATH_SETTING = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))\.\d+\.path")
+"""Settings and lists of rows that decide which rows form which step, and may not change."""
+FILE_SETTING = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))(?:\.\d+\.path)?")
+"""Settings that say where the rows are, or that they are in memory."""
 ROWS = "rows.safetensors"
 MAX_LISTED = 12
 
@@ -74,6 +70,51 @@ def changes(
     last_rows = facts.get("rows") or {}
     rows = _changed_rows(path, was["rows"], last_rows, prepared) if was.get("rows") else {}
     return _changed_settings(was.get("settings") or {}, prepared, rows) | rows
+
+
+def refuse_fixed(
+    changed: Mapping[str, str],
+    was: Mapping[str, Any],
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpoint: Path | None,
+) -> None:
+    """Raise UserError for a change of fixed settings or rows.
+
+    was: settings and rows as the checkpoint records them. checkpoint: the newest one, if any.
+    """
+    fixed = [name for name in changed if FIXED.fullmatch(name)]
+    if not fixed:
+        return
+    message = (
+        "the folder contains a run with other settings or rows, with which it cannot be resumed:"
+    )
+    fixes = ["undo the change"]
+    if fixed == ["train.epochs"] and not _is_shorter(was["settings"], prepared):
+        fixes.append(f"to train longer, set train.max_steps: {prepared.total_steps} instead")
+    raise UserError(
+        "\n  ".join([message, *(changed[name] for name in fixed)]),
+        code="run-differs",
+        where=f"run.dir: {folder.path}",
+        fix="; or ".join([*fixes, start_from_model(folder, checkpoint)]),
+    )
+
+
+def start_from_model(folder: RunFolder, checkpoint: Path | None) -> str:
+    """The fix that starts a new run from the model of a run. checkpoint: its newest one, if any."""
+    models = [folder.path / "model"] if folder.facts.get("status") == "done" else []
+    models += [checkpoint / "model"] if checkpoint else []
+    model = next((path for path in models if path.is_dir()), None)
+    if model is None and checkpoint is None:
+        return "start over: `valence train RECIPE --fresh`; or choose another run.dir"
+    if model is None:
+        path = shlex.quote(str(folder.path))
+        settings = f"run `valence export {path} FOLDER`, and set model.name: FOLDER"
+    elif (model / "adapter_config.json").is_file():
+        settings = f"set model.adapter: {model} in place of model.lora"
+    else:
+        settings = f"set model.name: {model}"
+    return f"start a new run from the model of this one: {settings}, and another run.dir"
 
 
 def refuse(
@@ -202,8 +243,8 @@ def _changed_settings(
 ) -> dict[str, str]:
     """Describe changed settings that need permission.
 
-    Left out: settings in FREE, those of a run that does not get shorter, automatic ones that follow
-    from changed rows, and paths to the same rows.
+    Left out: settings in FREE, a number of steps that does not get smaller, a number of epochs that
+    train.max_steps overrides, and where the same rows are.
     """
     now, settings = settings_of(prepared) if was else {}, prepared.source.settings
     changed: dict[str, str] = {}
@@ -214,13 +255,12 @@ def _changed_settings(
         setting = settings.get(name)  # None for the code of a user's loss
         if name not in was and setting is not None and setting.is_default:  # new in this version
             continue
-        automatic = ("the rows", "loss.class_weights: auto")
-        if name in now and setting is not None and setting.origin in automatic and rows:
+        if name == "train.max_steps" and not _is_shorter(was, prepared):
             continue
-        if name in LENGTH_SETTINGS and not _is_shorter(was, prepared):
+        if name == "train.epochs" and (was.get("train.max_steps") or now.get("train.max_steps")):
             continue
-        path_setting = PATH_SETTING.fullmatch(name)
-        if path_setting and path_setting[1] not in rows:
+        file_setting = FILE_SETTING.fullmatch(name)
+        if file_setting and file_setting[1] not in rows:
             continue
         if setting is None and before is not None and after is not None:
             changed[name] = f"{name}: the code of {now[name.removesuffix('.source')]} has changed"
@@ -234,7 +274,7 @@ def _changed_settings(
 
 def _is_shorter(was: Mapping[str, Any], prepared: Prepared) -> bool:
     """Whether the recipe asks for fewer steps than the settings ``was`` would on the same rows."""
-    before = prepared.num_steps(*(was[name] for name in LENGTH_SETTINGS))
+    before = prepared.num_steps(was["train.epochs"], was["train.max_steps"])
     return prepared.total_steps < before
 
 

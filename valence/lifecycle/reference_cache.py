@@ -156,18 +156,11 @@ def _objectives(
 ) -> Iterator[tuple[Objective, list[TokenizedExample], Iterator[TokenizedExample]]]:
     """The rows of steps and evaluations, with their objective and the rows that follow them."""
     state, prepared = trainer.state, trainer.prepared
-    samplers = (
-        [(state.objective, prepared.sampler, state.counters.first)]
-        if "train" in prepared.corpora
-        else []
-    )
-    samplers += [
-        (objective, part.sampler, state.counters.firsts.get(part.rows, 0))
-        for part, objective in state.auxiliary
-    ]
-    for objective, sampler, first in samplers:
+    samplers = [(state.objective, prepared.sampler)] if "train" in prepared.corpora else []
+    samplers += [(objective, part.sampler) for part, objective in state.auxiliary]
+    for objective, sampler in samplers:
         for step in range(state.step, state.total_steps) if objective.reference else ():
-            indices, following = sampler.step(step - first)
+            indices, following = sampler.step(step)
             yield (
                 objective,
                 [sampler.units[i] for i in indices],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import run_on_first_rank
 from valence.errors import UserError
 from valence.lifecycle.changes import (
-    BATCH_SETTINGS,
     ROWS,
     changes,
     differences,
     hashes_of,
     refuse,
+    refuse_fixed,
     rows_of,
     settings_of,
+    start_from_model,
 )
 from valence.planning.plan import planned_tokens
 from valence.reports.formatting import visible
@@ -77,67 +78,24 @@ class PreviousRun:
     def step(self) -> int:
         return self.state["counters"]["step"] if self.state else 0
 
-    @cached_property
-    def first(self) -> int:
-        """The step at which the sampler starts on the current rows.
+    @property
+    def has_replaced_rows(self) -> bool:
+        """Whether an older version has resumed it with other rows or batches.
 
-        If the size or order of batches has changed, it is chosen so that the run has trained on
-        the same share of the data as before.
+        The state then has the steps at which they were replaced.
         """
-        if self.state is None:
-            return 0
-        first = self.state["counters"]["first"]
-        if "data.train" in self.changed:
-            return self.step
-        if not any(name in self.changed for name in BATCH_SETTINGS):
-            return first
-        was, now = self.was["settings"], self.prepared.recipe
-        rows = self.was["rows"]["data.train"]["rows"]
-        if self.prepared.method.online:  # rounds do not end with an epoch
-            before = rows / was["train.batch_size"] * was["rollout.epochs"] * was["rollout.steps"]
-            after = rows / now.train.batch_size * now.rollout.steps_per_round
-        else:
-            full, rest = divmod(rows, was["train.batch_size"])
-            before, after = (
-                full + (rest > 0 and not was["train.drop_last"]),
-                self.prepared.steps_per_epoch,
-            )
-        return self._rescaled_first(first, before, after)
-
-    @cached_property
-    def firsts(self) -> dict[str, int]:
-        """The same for the rows of each part of `mix`, by name."""
-        if self.state is None:
-            return {}
-        saved, was = self.state["counters"]["firsts"], self.was["settings"]
-        firsts: dict[str, int] = {}
-        for i, part in enumerate(self.prepared.mixed):
-            size = was.get(f"mix.{i}.batch_size") or was["train.batch_size"]
-            if part.rows in self.changed:
-                firsts[part.rows] = self.step
-            elif size == part.sampler.batch_size:
-                firsts[part.rows] = saved.get(part.rows, 0)
-            else:
-                before, after = -(-len(part.sampler.units) // size), part.sampler.steps_per_epoch
-                firsts[part.rows] = self._rescaled_first(saved.get(part.rows, 0), before, after)
-        return firsts
-
-    def _rescaled_first(self, first: int, before: float, after: float) -> int:
-        """The first step that leaves the same share of an epoch done.
-
-        before, after: steps per epoch.
-        """
-        return self.step - round((self.step - first) / before * after)
+        counters = self.state["counters"] if self.state else {}
+        return bool(counters.get("first")) or any(counters.get("firsts", {}).values())
 
     @property
     def total(self) -> int:
-        return self.prepared.steps_from(self.first)
+        return self.prepared.total_steps
 
     @property
     def finished(self) -> bool:
         facts = self.folder.facts
         is_longer = self.total > facts.get("total_steps", 0) or any(
-            name == "data.train" or name.startswith(CONTINUING_SETTINGS) for name in self.changed
+            name.startswith(CONTINUING_SETTINGS) for name in self.changed
         )
         is_complete = facts.get("steps", 0) >= self.total or (
             bool(facts.get("ended_early")) and not is_longer
@@ -190,8 +148,8 @@ class PreviousRun:
         when = f", {facts['finished']}" if facts.get("finished") else ""
         return (
             f"the run in {self.folder.path} is finished ({reason}{when}): nothing to do\n"
-            f"  to train longer, raise {self.prepared.recipe.train.length_setting}; to start over, "
-            "use `valence train RECIPE --fresh`"
+            f"  to train longer, set train.max_steps above {self.total}; to start over, use "
+            "`valence train RECIPE --fresh`"
         )
 
     def _going_on(self) -> str:
@@ -212,8 +170,6 @@ class PreviousRun:
                 f"  {self.total} steps instead of {before}: from here on, the learning rate "
                 f"follows the schedule for {self.total} steps"
             )
-        if self.state and "data.train" in self.changed:
-            lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
         return "\n".join(lines)
 
 
@@ -246,14 +202,21 @@ def find_previous_run(
             fix="start over (`valence train RECIPE --fresh`), which moves this run aside; its "
             "models are in checkpoints/step-N/model",
         )
+    elif previous.has_replaced_rows:
+        raise UserError(
+            "an earlier version of Valence has resumed this run with another batch size or other "
+            "training rows; this version cannot resume it",
+            code="run-differs",
+            where=f"run.dir: {folder.path}",
+            fix=start_from_model(folder, saved.path if saved else None),
+        )
     elif previous.step > previous.total:
         raise UserError(
             f"the run has done {previous.step} steps, but the recipe asks for only "
             f"{previous.total}",
             code="run-beyond-steps",
             where=f"run.dir: {folder.path}",
-            fix=f"raise {prepared.recipe.train.length_setting}, or export the model as it is "
-            "(`valence export RUN FOLDER`)",
+            fix="raise train.max_steps, or export the model as it is (`valence export RUN FOLDER`)",
         )
     return previous
 
@@ -268,6 +231,7 @@ def _find_checkpoint(
     was = saved.facts if saved else folder.identity
     prepared = _as_recorded(prepared, was)
     changed = changes(folder.path, was, folder.facts, prepared)
+    refuse_fixed(changed, was, prepared, folder, saved.path if saved else None)
     refuse(changed, folder.facts, allow, prepared, folder.path)
     return (str(saved.path), saved.step) if saved else None, was, changed
 
@@ -330,7 +294,6 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
         ) from error
     counters = state.counters
     is_longer = state.total_steps > counters.total
-    counters.first, counters.firsts = previous.first, previous.firsts
     counters.total = state.total_steps
     _resume_budget(trainer, previous)
     _apply_changed_settings(state, previous, fresh_groups, fresh_rates)
@@ -395,17 +358,14 @@ def _apply_changed_settings(
 def _resume_best(trainer: Trainer, previous: PreviousRun, *, is_longer: bool) -> None:
     """Forget the best evaluation if later ones do not compare with it.
 
-    A run that stopped early continues if it is longer than when it was saved, or if its rows or
-    its criterion have changed.
+    A run that stopped early continues if it is longer than when it was saved, or if its criterion
+    has changed.
     """
     state = trainer.state
     patience = previous.was["settings"].get("run.early_stop.patience")
     has_stopped = patience is not None and state.early_stop.since >= patience
     if has_stopped and (
-        is_longer
-        or any(
-            name == "data.train" or name.startswith("run.early_stop") for name in previous.changed
-        )
+        is_longer or any(name.startswith("run.early_stop") for name in previous.changed)
     ):
         state.early_stop.since = 0
     if any(
@@ -448,7 +408,7 @@ def record_start(
         method=prepared.recipe.method,
         **({"stand_in": prepared.method.stand_in} if prepared.method.is_custom else {}),
         cwd=os.getcwd(),
-        total_steps=prepared.steps_from(previous.first if previous else 0),
+        total_steps=prepared.total_steps,
         versions=versions(),
         settings=settings_of(prepared),
         rows=rows_of(prepared),

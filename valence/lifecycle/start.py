@@ -190,7 +190,6 @@ def build_run(
             quiet=quiet,
             stop=stop,
             micro_batch_tokens=tokens,
-            first=previous.first if previous else 0,
             finished=finished,
             world=world,
             facts=folder.facts,

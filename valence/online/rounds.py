@@ -44,7 +44,7 @@ FIXES: dict[Exclusion, str] = {
 
 QUEUE_SETTINGS = (
     "data.", "rollout.temperature", "rollout.top_p", "rollout.max_new_tokens",
-    "rollout.num_rollouts", "rollout.engine", "reward", "train.batch_size", "train.seed",
+    "rollout.num_rollouts", "rollout.engine", "reward",
 )  # fmt: skip
 """Beginnings of the settings that rounds in the queue were sampled and scored with."""
 
@@ -164,10 +164,8 @@ class Rounds:
     def resume(self, changed: Collection[str]) -> None:
         if self._queue and any(name.startswith(QUEUE_SETTINGS) for name in changed):
             self.num_prompts, self._queue = self._queue[0].state["start"], []
-        if "data.train" in changed:
-            self.num_prompts = 0
         # The log-probabilities of the current round are at the old temperature.
-        if "data.train" in changed or "rollout.temperature" in changed:
+        if "rollout.temperature" in changed:
             self.steps = []
             self._set_units([])
         if "loss.kl_beta" in changed and self.kl_beta is not None:

@@ -69,7 +69,7 @@ class ExampleSource(Protocol):
         ...
 
     def resume(self, changed: Collection[str]) -> None:
-        """Adapt the loaded state to settings and rows that have changed, by name."""
+        """Adapt the loaded state to settings that have changed, by name."""
         ...
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class StoredExamples:
 
     def _examples_of(self, step: int) -> StepExamples:
         assert self._sampler is not None
-        indices, later = self._sampler.step(step - self._state.counters.first)
+        indices, later = self._sampler.step(step)
         units = self._sampler.units
         return [units[i] for i in indices], (units[i] for i in later)
 
@@ -116,8 +116,7 @@ class StoredExamples:
 
     @property
     def epoch(self) -> float:
-        steps = self._state.step - self._state.counters.first
-        return steps / self._prepared.steps_per_epoch
+        return self._state.step / self._prepared.steps_per_epoch
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -97,11 +97,10 @@ class _RepeatedPrompts(LazySequence[TokenizedExample]):
 class AuxiliaryPart:
     """What `mix` adds to every step: a method and its examples.
 
-    ``name``: of its numbers in the log; ``rows``: of its corpus.
+    ``name``: of its numbers in the log.
     """
 
     name: str
-    rows: str
     method: Method
     settings: Mapping[str, Any]
     weight: float
@@ -160,7 +159,6 @@ class Prepared:
         return tuple(
             AuxiliaryPart(
                 part.method if names.count(part.method) == 1 else f"{part.method}{i}",
-                _mix(i),
                 method_of(part.method),
                 part.loss,
                 part.weight,
@@ -298,22 +296,18 @@ class Prepared:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.steps_from(0)
-
-    def steps_from(self, first: int) -> int:
-        """Optimizer steps of the whole run when these rows are added after step ``first``."""
         train = self.recipe.train
-        return self.num_steps(train.epochs, train.max_steps, first)
+        return self.num_steps(train.epochs, train.max_steps)
 
-    def num_steps(self, epochs: float, max_steps: int | None, first: int = 0) -> int:
-        """Optimizer steps of the whole run with this length; see steps_from."""
+    def num_steps(self, epochs: float, max_steps: int | None) -> int:
+        """Optimizer steps of the whole run with this length."""
         if max_steps is not None:
             return max_steps
         if not self.method.online:
-            return first + up(epochs * self.steps_per_epoch)
+            return up(epochs * self.steps_per_epoch)
         rows, batch_size = len(self.corpora["train"].units), self.recipe.train.batch_size
         # rounds do not end with an epoch
-        return first + up(epochs * rows / batch_size) * self.recipe.rollout.steps_per_round
+        return up(epochs * rows / batch_size) * self.recipe.rollout.steps_per_round
 
 
 def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:

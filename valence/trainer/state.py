@@ -71,15 +71,13 @@ class TrainState:
         group: Group,
         *,
         micro_batch_tokens: int,
-        first: int = 0,
         optimizer: OptimizerLike | None = None,
         scheduler: SchedulerLike = None,
         log: JsonlSink | None = None,
         trains: bool = True,
     ) -> None:
-        """first: the step from which the present rows are trained on. log: the log file, whose
-        length is part of the state. trains: False for a run that is only measured, whose recipe may
-        name an optimizer that must not be imported.
+        """log: the log file, whose length is part of the state. trains: False for a run that is
+        only measured, whose recipe may name an optimizer that must not be imported.
 
         Raises UserError for an optimizer of weights that are not the policy's.
         """
@@ -92,8 +90,8 @@ class TrainState:
             (part, self._objective(part.method, part.settings))
             for part in (prepared.mixed if has_rows else ())
         ]
-        self.total_steps = prepared.steps_from(first) if has_rows else 0
-        self.counters = Counters(first=first, total=self.total_steps)
+        self.total_steps = prepared.total_steps if has_rows else 0
+        self.counters = Counters(total=self.total_steps)
         self.is_default_optimizer = optimizer is None
         plain = recipe.train.model_copy(update={"optimizer": "adamw", "optimizer_settings": {}})
         self.optimizer = make_optimizer(

@@ -19,14 +19,11 @@ class Counters:
     """The progress of a run.
 
     settled: the last step whose evaluation and log record are complete (-1: none, not even of the
-    start). first: the step at which the sampler started on the current rows. firsts: the same for
-    rows of `mix`, by name, where it is not 0. total: the planned number of steps.
+    start). total: the planned number of steps.
     """
 
     step: int = 0
     settled: int = -1
-    first: int = 0
-    firsts: dict[str, int] = field(default_factory=dict[str, int])
     total: int = 0
     tokens_seen: int = 0
     examples_seen: int = 0
@@ -38,8 +35,10 @@ class Counters:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        # States of older versions also have the keys "first" and "firsts", the steps at which rows
+        # were replaced. Only runs in which they are 0 are resumed, so they are not needed.
+        for name in self.state_dict().keys() & state.keys():
+            setattr(self, name, state[name])
 
 
 @dataclass

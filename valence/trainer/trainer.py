@@ -457,8 +457,7 @@ class Trainer:
         self, step: int, part: AuxiliaryPart, objective: Objective, micro_batch_tokens: int
     ) -> AuxiliaryLoss:
         """Prepare the loss of a method of `mix` in a step."""
-        first = self.state.counters.firsts.get(part.rows, 0)
-        indices, later = part.sampler.step(step - first)
+        indices, later = part.sampler.step(step)
         rows = part.sampler.units
         examples, following = [rows[i] for i in indices], (rows[i] for i in later)
         plan = objective.plan(

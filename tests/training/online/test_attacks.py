@@ -58,7 +58,7 @@ def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
     settings = recipe_without_eval(place, reward="tests.training.online.rewards:of_info")
     killed(settings, 3)
     prompts(place, [row | {"wanted": 1 - row["wanted"]} for row in PROMPTS])
-    with raises_error("run-differs", fix='"data.train"') as raised:
+    with raises_error("run-differs", fix="model.name") as raised:
         train(settings)
     (line,) = raised.error.message.splitlines()[1:]
     assert re.fullmatch(

@@ -20,7 +20,6 @@ from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
 from valence.methods import ONLINE, method_of
-from valence.online.collector import Collector
 from valence.rollouts import HFGenerator
 from valence.types import Completion
 
@@ -125,51 +124,13 @@ def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.Monkey
     assert [match.groups() for match in matches if match] == [("short", "3")]  # from round 3 on
 
 
-@pytest.mark.parametrize(("change", "first", "total"), [
-    # nine of 28 answered prompts are behind it; 19 rounds of two steps follow
-    pytest.param({"train": {"batch_size": 1}}, 6 - 18, 44, marks=pytest.mark.slow),
-    ({"rollout": {"epochs": 1}}, 6 - 3, 13),  # three of ten rounds, seven of one step each follow
-])  # fmt: skip
-def test_a_resumed_run_continues_at_its_next_prompts(
-    change: dict[str, Any], first: int, total: int, place: Path
-) -> None:
-    options: dict[str, Any] = {
-        "rollout": {"epochs": 2},
-        "train": {"max_steps": None, "epochs": 4.0},
-    }
-    killed(recipe_without_eval(place, **options), 7)
-    for section, values in change.items():
-        options[section] = options[section] | values
-    (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
-    run, _ = train(recipe_without_eval(place, **options), allow=[name])
-    assert (run.state.counters.first, run.total_steps) == (first, total)
-
-
-def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the rest of a round of the old ones trained on."""
-    settings = recipe_without_eval(
-        place,
-        rollout={"epochs": 2},
-        train={"max_steps": None, "epochs": 1.0},
-    )
-    killed(settings, 2)
-    rows = [
-        {**row, "prompt": [{"role": "user", "content": f"now say {k}"}]}
-        for k, row in enumerate(PROMPTS)
-    ]
-    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ids: list[str] = []
-    sample = Collector.sample
-
-    def spied(self: Collector, prompts: Any, *args: Any, **options: Any) -> Any:
-        ids.extend(item.example.id for item in prompts)
-        return sample(self, prompts, *args, **options)
-
-    monkeypatch.setattr(Collector, "sample", spied)
-    run, _ = train(settings, allow=["data.train"])
-    assert run.step == run.total_steps
-    assert run.state.counters.first == 1
-    assert len(set(ids[:7])) == 7
+@pytest.mark.parametrize("name", ["epochs", "steps"])
+def test_rounds_of_another_number_of_steps_are_refused(name: str, place: Path) -> None:
+    killed(recipe_without_eval(place, rollout={"epochs": 2}), 2)
+    other = recipe_without_eval(place, rollout={"epochs": 2, name: 3})
+    with raises_error("run-differs", where=str(place / "run"), fix="model.name") as raised:
+        train(other, allow=["rollout"])
+    assert f"rollout.{name}: " in raised.error.message
 
 
 def test_answers_are_trained_on_at_the_temperature_at_which_they_were_measured(place: Path) -> None:
