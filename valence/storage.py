@@ -107,6 +107,14 @@ def read_json(path: Path) -> Any:
         raise ValueError("its lists and objects are nested too deeply") from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object without its checksum. Raises OSError, and ValueError for other content."""
+    content: Any = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return verify(content)
+
+
 def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
     """Open a file below ``root`` unbuffered, to overwrite it or append to it.
 

@@ -14,7 +14,7 @@ from valence.lifecycle.resume import with_recorded
 from valence.methods import METHODS, ONLINE
 from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.speed import automatic_dtype
-from valence.trainer.prepare import with_dtype
+from valence.trainer.targets import with_dtype
 
 
 def loaded(method: str = "kto", online: bool = False, **sections: Any) -> LoadedRecipe:

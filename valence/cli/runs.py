@@ -211,7 +211,8 @@ def check(
     from valence.lifecycle.models import check_model_files
     from valence.lifecycle.start import check_judge_labels, check_sinks, show_audit
     from valence.planning.plan import crowding, describe, make_plan
-    from valence.trainer.prepare import prepare, with_dtype
+    from valence.trainer.prepare import prepare
+    from valence.trainer.targets import with_dtype
 
     source = with_dtype(source)
     check_sinks(source)

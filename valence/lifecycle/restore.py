@@ -19,7 +19,7 @@ from valence.lifecycle.models import build_models
 from valence.lifecycle.saved_models import At, load_saved_models
 from valence.planning.plan import planned_tokens
 from valence.rewards.build import is_function, is_server
-from valence.runs.folder import read_object
+from valence.storage import read_object
 from valence.trainer.prepare import prepare
 from valence.trainer.targets import is_run, recipe_of, require_loss
 from valence.trainer.trainer import Trainer

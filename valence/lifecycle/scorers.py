@@ -34,8 +34,7 @@ from valence.models.loading import load_config
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer, has_score_head, widen_head
-from valence.trainer.prepare import with_dtype
-from valence.trainer.targets import require_loss
+from valence.trainer.targets import require_loss, with_dtype
 from valence.types import MicroBatch
 
 BETA = 0.1

@@ -49,7 +49,8 @@ from valence.runs.messages import Messages
 from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.trainer.held_out import held_out_warning
-from valence.trainer.prepare import Prepared, class_weight_warning, prepare, with_dtype
+from valence.trainer.prepare import Prepared, class_weight_warning, prepare
+from valence.trainer.targets import with_dtype
 from valence.trainer.trainer import Trainer
 
 

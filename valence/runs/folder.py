@@ -21,9 +21,8 @@ from valence.storage import (
     Lock,
     add_checksum,
     atomic_write,
-    read_json,
+    read_object,
     rename,
-    verify,
     writing,
 )
 
@@ -232,17 +231,6 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
     if isinstance(content, str):
         return content
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that a run has written, without its checksum.
-
-    Raises OSError, and ValueError if the content has changed.
-    """
-    content: Any = read_json(path)
-    if not isinstance(content, dict):
-        raise ValueError("not a JSON object")
-    return verify(content)
 
 
 def as_json(

@@ -33,7 +33,6 @@ from valence.data.targets import ONE, attribute_names, check_range, verdict, wit
 from valence.data.template import with_template
 from valence.data.tokenize import tokenize
 from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
-from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.methods import Method, method_of
 from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
@@ -41,10 +40,10 @@ from valence.models.loading import must_exist
 from valence.models.memory import completions_per_batch
 from valence.models.quantized import check_library
 from valence.models.shape import Shape
-from valence.models.speed import automatic_dtype
 from valence.reports.console import Progress
 from valence.rewards.build import check_rewards
 from valence.trainer.optim import check_optimizer, up
+from valence.trainer.targets import with_dtype
 from valence.types import Content, TokenizedCompletion, TokenizedExample
 
 KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
@@ -308,15 +307,6 @@ class Prepared:
         rows, batch_size = len(self.corpora["train"].units), self.recipe.train.batch_size
         # rounds do not end with an epoch
         return up(epochs * rows / batch_size) * self.recipe.rollout.steps_per_round
-
-
-def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
-    """Replace ``model.dtype: auto`` by the type that suits rank 0's machine, for all of group."""
-    if source.recipe.model.dtype != "auto":
-        return source
-    return source.with_automatic(
-        "model.dtype", *run_on_first_rank(group or SingleProcess(), automatic_dtype)
-    )
 
 
 def prepare(

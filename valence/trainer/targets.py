@@ -16,13 +16,13 @@ from valence.config.parse import COMMAND_LINE, from_yaml
 from valence.config.schema import Data, Recipe, SourceSettings
 from valence.data.kind_names import METHOD_FOR
 from valence.data.load import fitting_mapping
+from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.methods import Method
 from valence.models.loading import loading
+from valence.models.speed import automatic_dtype
 from valence.reports.runs import config_of
-from valence.runs.folder import read_object
-from valence.storage import read_json
-from valence.trainer.prepare import with_dtype
+from valence.storage import read_json, read_object
 from valence.user_code.load import is_import_path
 
 TRUST = (
@@ -152,6 +152,15 @@ def require_loss(run_dir: Path, recipe: Recipe) -> None:
 def method_of_run(run_dir: Path) -> Method:
     """The method of a run. Raises UserError if the folder holds no run."""
     return method_in(load_run_recipe(run_dir, ["model.trust_remote_code=false"]).recipe)
+
+
+def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:
+    """Replace ``model.dtype: auto`` by the type that suits rank 0's machine, for all of group."""
+    if source.recipe.model.dtype != "auto":
+        return source
+    return source.with_automatic(
+        "model.dtype", *run_on_first_rank(group or SingleProcess(), automatic_dtype)
+    )
 
 
 def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
