@@ -28,9 +28,9 @@ from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded
 from valence.data.sources import Row
 from valence.methods.sample_builders import RolloutGroup
-from valence.online.collector import RolloutPrompt
-from valence.trainer.prepare import Corpus
-from valence.trainer.step import StepResult
+from valence.training.collector import RolloutPrompt
+from valence.training.prepare import Corpus
+from valence.training.step import StepResult
 from valence.types import (
     Completion,
     Demonstration,

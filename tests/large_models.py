@@ -16,9 +16,9 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
 from valence.distributed.process_group import PlannedGroup
-from valence.planning import plan
-from valence.planning.plan import Plan, make_plan
-from valence.trainer.prepare import prepare
+from valence.training import plan
+from valence.training.plan import Plan, make_plan
+from valence.training.prepare import prepare
 
 SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (

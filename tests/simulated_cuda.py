@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 import valence
-from valence.lifecycle import models, scorers
 from valence.models import attention as prefix_attention
 from valence.models import head
 from valence.models.flex import Visible
-from valence.planning import plan
+from valence.training import models, plan, scorers
 
 CUDA, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 aten = torch.ops.aten

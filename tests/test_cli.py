@@ -23,9 +23,9 @@ from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.common import NOTHING_STARTED
 from valence.methods import METHODS, ONLINE
-from valence.planning import plan
 from valence.reports.rundata import read_run
 from valence.reports.verdict import held_out_verdict, outputs, run_verdict
+from valence.training import plan
 from valence.types import plural
 
 __all__ = ["place"]
@@ -564,7 +564,7 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
     log = (place / "runs/first/metrics.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "valence.lifecycle.start.build_models",
+            "valence.training.start.build_models",
             lambda *_, **__: pytest.fail("a model is loaded for nothing"),
         )
         assert valence("train", "recipe.yaml") == 0

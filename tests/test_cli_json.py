@@ -101,7 +101,7 @@ def test_json_ends_with_a_mistake_or_a_stop(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("valence.lifecycle.start.train_in_folder", broken)
+    monkeypatch.setattr("valence.training.start.train_in_folder", broken)
     with pytest.raises(ValueError, match="a defect"):
         valence("train", "recipe.yaml", "--json")
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())

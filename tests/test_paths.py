@@ -15,7 +15,7 @@ from tests.command import command, command_error, place, write_place
 from tests.errors import check_error, raises_error
 from valence.config.load import load_recipe
 from valence.jobs.row_job import OutputFile
-from valence.runs.folder import RunFolder
+from valence.training.folder import RunFolder
 
 __all__ = ["place"]
 

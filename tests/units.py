@@ -18,7 +18,7 @@ from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.values import add_values
-from valence.trainer.step import Objective
+from valence.training.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 

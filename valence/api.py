@@ -28,9 +28,6 @@ from valence.data.objects import PathOrPaths, Rows
 from valence.data.template import AsChat
 from valence.distributed.process_group import Group, start
 from valence.errors import UserError, naming_arguments
-from valence.lifecycle import start as lifecycle
-from valence.lifecycle.finish import run_to_end
-from valence.lifecycle.start import terminal_of
 from valence.losses import Loss
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.check import check_layout
@@ -38,11 +35,14 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.sinks import Sink
 from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
-from valence.runs.signals import Stop
 from valence.terminal import print_message
-from valence.trainer.callbacks import Callback, CallbackLike, Callbacks
-from valence.trainer.optim import OptimizerLike, SchedulerLike
-from valence.trainer.trainer import Trainer
+from valence.training import start as lifecycle
+from valence.training.callbacks import Callback, CallbackLike, Callbacks
+from valence.training.finish import run_to_end
+from valence.training.optim import OptimizerLike, SchedulerLike
+from valence.training.signals import Stop
+from valence.training.start import terminal_of
+from valence.training.trainer import Trainer
 from valence.types import Kind
 
 Run = Trainer

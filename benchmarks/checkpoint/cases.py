@@ -18,8 +18,8 @@ from benchmarks.checkpoint import THREADS
 from benchmarks.crash.cases import make_model
 from valence.distributed.process_group import Group
 from valence.models.build import load_tokenizer
-from valence.trainer.callbacks import CallbackLike
-from valence.trainer.trainer import Trainer
+from valence.training.callbacks import CallbackLike
+from valence.training.trainer import Trainer
 
 ROWS, BATCH = 16, 2
 

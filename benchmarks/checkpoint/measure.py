@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.checkpoint.cases import Case, build
 from benchmarks.step.memory import peak_above_idle
-from valence.runs import store
-from valence.runs.checkpoints import check
-from valence.trainer.trainer import Trainer
+from valence.training import store
+from valence.training.checkpoints import check
+from valence.training.trainer import Trainer
 
 WARM_UP_STEPS, STEPS_BETWEEN_SAVES = 3, 4
 """Steps before the first measurement, and steps without a save before each save."""

@@ -33,7 +33,7 @@ from benchmarks.checkpoint.measure import (
 )
 from valence.distributed.launcher import launch
 from valence.distributed.process_group import start
-from valence.trainer.trainer import Trainer
+from valence.training.trainer import Trainer
 
 PROCESSES, ROUNDS = 2, 5
 FOLDER = "VALENCE_BENCHMARK_FOLDER"

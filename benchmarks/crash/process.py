@@ -186,7 +186,7 @@ def _record_progress(record: ProcessRecord, on_step: Callable[[], None]) -> None
     """Record the phase of training, and call ``on_step`` after each optimizer step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from valence.trainer.trainer import Trainer
+    from valence.training.trainer import Trainer
 
     @contextmanager
     def during(phase: int, after: int | None = None):

@@ -32,7 +32,7 @@ from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.head import HEAD_BACKENDS
 from valence.models.policy_model import PolicyModel
-from valence.trainer.step import Objective
+from valence.training.step import Objective
 from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExample
 
 GROUPED = Shape(

@@ -29,7 +29,7 @@ from valence.distributed.process_group import SingleProcess
 from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.compiling import compile_layers
-from valence.trainer.step import Objective
+from valence.training.step import Objective
 from valence.types import TokenizedExample
 
 CASE = Case("kto and trl", "kto", prompts=16, lora=True)

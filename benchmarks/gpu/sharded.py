@@ -32,7 +32,7 @@ from valence.distributed.process_group import ProcessGroup
 from valence.models.compiling import compile_layers
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import decoder_layers
-from valence.runs import checkpoints, store
+from valence.training import checkpoints, store
 
 DEADLINE = 60.0
 

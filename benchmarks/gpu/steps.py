@@ -33,7 +33,7 @@ from valence.models.head import Head
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import shape_of, skeleton_of
-from valence.trainer.step import Objective
+from valence.training.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 
 BUDGET = 16_384  # tokens of a micro-batch

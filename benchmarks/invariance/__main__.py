@@ -22,8 +22,8 @@ from valence.distributed.process_group import SingleProcess
 from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.reference import FrozenReference
-from valence.reports.metrics import Meter
-from valence.trainer.step import Objective
+from valence.training.metrics import Meter
+from valence.training.step import Objective
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 ROWS, MAX_LENGTH = 14, 256

@@ -17,7 +17,7 @@ from benchmarks.parity.cases import ROWS
 from examples.demo import assets
 from valence.config.load import load_recipe
 from valence.models.build import load_model
-from valence.trainer.prepare import prepare
+from valence.training.prepare import prepare
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 VOCABULARY, EOS = 512, 2

@@ -25,8 +25,8 @@ from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
-from valence.reports.metrics import Meter
-from valence.trainer.step import Objective
+from valence.training.metrics import Meter
+from valence.training.step import Objective
 from valence.types import Mean, TokenizedExample
 
 Figures = Mapping[str, float]

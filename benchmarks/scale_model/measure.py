@@ -28,7 +28,7 @@ from valence.models.build import build_policy
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import decoder_layers, shape_of
 from valence.models.speed import Work
-from valence.trainer.step import Objective, optimizer_step
+from valence.training.step import Objective, optimizer_step
 from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096

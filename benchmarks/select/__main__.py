@@ -43,7 +43,7 @@ from valence.jobs.audit_labels import C_STATES, hidden_states, load_policy
 from valence.jobs.select_prompts import farthest_first, prompt_unit
 from valence.reports.regression import fit_logistic, standardize
 from valence.reports.stats import auc, mean_interval, quantile
-from valence.trainer.targets import with_files
+from valence.targets import with_files
 from valence.types import Judgement, content_id
 
 FIRST, STEP = 20, 10

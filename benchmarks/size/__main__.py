@@ -25,10 +25,10 @@ from benchmarks.step.cases import SMALL
 from benchmarks.step.inputs import save_models
 from benchmarks.step.memory import peak_above_idle
 from valence.batching.micro_batches import make_micro_batch
-from valence.lifecycle.models import best_device
 from valence.models.build import build_policy, load_model
 from valence.models.compiling import compile_layers, why_not
 from valence.models.policy_model import PolicyModel
+from valence.training.models import best_device
 from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExample
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -26,8 +26,8 @@ from valence.models.build import build_policy, build_reference, load_model
 from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
-from valence.trainer.prefetch import Prefetcher
-from valence.trainer.step import Objective, StepPlan
+from valence.training.step import Objective, StepPlan
+from valence.training.trainer import Prefetcher
 from valence.types import TokenizedExample
 
 BUDGET = 4096  # tokens of a micro-batch, as in a recipe by default

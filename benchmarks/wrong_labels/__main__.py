@@ -40,7 +40,7 @@ from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
 from valence.reports.rows import surprise
 from valence.reports.stats import mean_interval
-from valence.trainer.targets import with_files
+from valence.targets import with_files
 from valence.types import Judgement, content_id
 
 FLIPPED, SHARES_READ = (0.05, 0.1, 0.2), (0.1, 0.2)

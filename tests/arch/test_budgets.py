@@ -13,9 +13,9 @@ from tests.arch.source import FILES, ROOT, shown, tree
 
 TAKES_ANYTHING = {
     "valence/reports/sinks.py": 1,
-    "valence/runs/checkpoints.py": 1,
+    "valence/training/checkpoints.py": 1,
     "valence/user_code/attempt.py": 1,
-    "valence/trainer/pages.py": 1,
+    "valence/training/trainer.py": 1,
     "valence/network.py": 1,
     "valence/serving/app.py": 1,
     "valence/jobs/run_benchmarks.py": 1,

@@ -10,11 +10,11 @@ import torch
 
 from tests.errors import raises_error
 from valence.config.load import LoadedRecipe, load_recipe
-from valence.lifecycle.resume import with_recorded
 from valence.methods import METHODS, ONLINE
 from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.speed import automatic_dtype
-from valence.trainer.targets import with_dtype
+from valence.targets import with_dtype
+from valence.training.resume import with_recorded
 
 
 def loaded(method: str = "kto", online: bool = False, **sections: Any) -> LoadedRecipe:

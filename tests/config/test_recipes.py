@@ -14,7 +14,7 @@ from valence.config.load import load_recipe
 from valence.config.needs import method_in
 from valence.methods import METHODS, ONLINE
 from valence.models.memory import Split
-from valence.planning.plan import Plan
+from valence.training.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

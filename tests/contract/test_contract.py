@@ -30,8 +30,8 @@ from valence.methods import METHODS, method_of
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer
-from valence.reports.metrics import Meter
-from valence.trainer.step import Objective, StepResult
+from valence.training.metrics import Meter
+from valence.training.step import Objective, StepResult
 from valence.types import Mean, MicroBatch, PolicyOutput, TokenizedExample
 
 ROWS = sorted(LOSSES)

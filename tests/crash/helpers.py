@@ -19,7 +19,7 @@ from benchmarks.crash.process import on_file_change
 from tests.command import command, command_error
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
-from valence.trainer.trainer import Trainer
+from valence.training.trainer import Trainer
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13

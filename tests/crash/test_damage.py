@@ -18,9 +18,9 @@ from benchmarks.crash.trial import differences, newest
 from tests.command import command, command_error
 from tests.crash.helpers import CASE, STEPS, Halt, Place, copy_as_killed, count_steps, in_step
 from tests.errors import check_error, raises_error
-from valence.lifecycle import saved_models
-from valence.lifecycle.restore import restore
-from valence.runs.checkpoints import Damaged, Saved, check
+from valence.training import saved_models
+from valence.training.checkpoints import Damaged, Saved, check
+from valence.training.restore import restore
 
 CASES = KTO_LORA, FULL_MODELS = ("kto, lora", "sft, whole models")
 STOPPED_IN = 11

@@ -22,9 +22,9 @@ from benchmarks.crash.trial import differences, newest
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
 from valence import storage
-from valence.runs import checkpoints, store
-from valence.runs import folder as folders
-from valence.runs.checkpoints import check
+from valence.training import checkpoints, store
+from valence.training import folder as folders
+from valence.training.checkpoints import check
 
 KTO = CASE["kto, lora"]
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}

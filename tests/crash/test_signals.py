@@ -15,11 +15,10 @@ import pytest
 from benchmarks.crash.trial import differences, newest
 from tests.command import command
 from tests.crash.helpers import CASE, STEPS, Place, in_step
-from valence.lifecycle import start
 from valence.models.cache import CachedReference
-from valence.runs.store import Snapshot
-from valence.trainer import model_files
-from valence.trainer.trainer import Trainer
+from valence.training import model_files, start
+from valence.training.store import Snapshot
+from valence.training.trainer import Trainer
 
 slow = pytest.mark.slow
 KTO = CASE["kto, lora"]
@@ -182,7 +181,7 @@ def test_a_second_signal_ends_at_once(
 
     with monkeypatch.context() as patch:
         # no key is pressed twice so fast
-        patch.setattr("valence.runs.signals.DUPLICATE_KEY_SECONDS", 0.0)
+        patch.setattr("valence.training.signals.DUPLICATE_KEY_SECONDS", 0.0)
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended

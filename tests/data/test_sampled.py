@@ -20,7 +20,7 @@ from valence.data.detect import detect
 from valence.data.encode import Encoder
 from valence.data.encoded_set import EncodedSet
 from valence.data.load import Loaded, load
-from valence.trainer.evaluate import texts
+from valence.training.evaluate import texts
 from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)

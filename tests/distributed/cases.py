@@ -21,9 +21,9 @@ from valence.models.build import build_policy, build_reference
 from valence.models.digest import model_digest
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference, Reference, SyncedReference
-from valence.reports.metrics import Meter
-from valence.trainer.optim import adamw
-from valence.trainer.step import AuxiliaryLoss, optimizer_step
+from valence.training.metrics import Meter
+from valence.training.optim import adamw
+from valence.training.step import AuxiliaryLoss, optimizer_step
 from valence.types import MicroBatch
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]

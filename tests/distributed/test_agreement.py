@@ -20,8 +20,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.distributed.process_group import Group
 from valence.errors import UserError
-from valence.lifecycle.reference_cache import score
-from valence.runs.signals import Interrupted
+from valence.training.reference_cache import score
+from valence.training.signals import Interrupted
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROWS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(6)]

@@ -18,9 +18,9 @@ from tests.errors import check_error
 from tests.runs.test_shards import Model, differing
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
-from valence.runs import checkpoints as checkpoint_files
-from valence.runs import store
-from valence.runs.checkpoints import Checkpoints, check
+from valence.training import checkpoints as checkpoint_files
+from valence.training import store
+from valence.training.checkpoints import Checkpoints, check
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow

@@ -24,18 +24,18 @@ from valence.config.load import load_recipe
 from valence.config.schema import LoraSettings
 from valence.distributed.process_group import Group, PlannedGroup, SingleProcess
 from valence.distributed.tensor_parallel import local
-from valence.lifecycle import models as building
-from valence.lifecycle.models import build_models
 from valence.models import build as model_build
 from valence.models.build import build_policy, load_model
 from valence.models.check import plain_batch
 from valence.models.memory import Split
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference, Reference, SyncedReference
-from valence.planning import plan as planning
-from valence.planning.memory import can_compile, choose_split, min_free_memory
-from valence.planning.plan import describe, make_plan
-from valence.trainer.prepare import Prepared, prepare
+from valence.training import models as building
+from valence.training import plan as planning
+from valence.training.memory import can_compile, choose_split, min_free_memory
+from valence.training.models import build_models
+from valence.training.plan import describe, make_plan
+from valence.training.prepare import Prepared, prepare
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow

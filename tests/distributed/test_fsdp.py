@@ -22,7 +22,7 @@ from valence.errors import out_of_memory
 from valence.models.cache import CachedReference
 from valence.models.check import check_layout, plain_batch
 from valence.models.policy_model import PolicyModel
-from valence.trainer.step import final_out_of_memory, optimizer_step
+from valence.training.step import final_out_of_memory, optimizer_step
 from valence.types import MicroBatch
 
 pytestmark = pytest.mark.dist

@@ -22,8 +22,8 @@ from tests.distributed.hosts import ADDRESSES, CABLE, Hosts, two_hosts
 from tests.distributed.test_run import same
 from tests.errors import raises_error
 from valence.distributed.process_group import start
-from valence.runs.checkpoints import check
 from valence.storage import holder
+from valence.training.checkpoints import check
 
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0

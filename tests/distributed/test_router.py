@@ -12,8 +12,8 @@ from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.process_group import Group, SingleProcess
 from valence.models.build import build_policy, build_reference
-from valence.reports.metrics import Meter
-from valence.trainer.step import optimizer_step
+from valence.training.metrics import Meter
+from valence.training.step import optimizer_step
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

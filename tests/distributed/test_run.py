@@ -23,8 +23,8 @@ from benchmarks.crash.cases import CASES, recipe
 from tests.distributed.process_groups import run as run_in_processes
 from tests.logs import repeatable
 from valence.distributed.process_group import Group, SingleProcess
-from valence.runs.signals import Interrupted
-from valence.trainer.trainer import Trainer
+from valence.training.signals import Interrupted
+from valence.training.trainer import Trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CASE = {case.name: case for case in CASES}

@@ -16,8 +16,8 @@ from tests.units import models_for, objective, units_for
 from valence.distributed.context_parallel import context_parallel
 from valence.distributed.process_group import Group, SingleProcess
 from valence.losses import LOSSES
-from valence.reports.metrics import Meter
-from valence.trainer.step import optimizer_step
+from valence.training.metrics import Meter
+from valence.training.step import optimizer_step
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.scale_model import tables
 from tests.docs.blocks import ROOT, blocks
 from tests.large_models import plan_large, use_gpus
-from valence.planning.plan import Plan
+from valence.training.plan import Plan
 
 PAGE = ROOT / "docs" / "scale.md"
 ONE_GPU = ROOT / "docs" / "tasks" / "one-gpu.md"

@@ -27,7 +27,7 @@ def test_a_row_passes_through_few_files() -> None:
     files = list(recorder.files)
     assert 10 < len(files) <= MAX_FILES
     assert files[0] == "data/sources.py"
-    assert files[-1] == "trainer/step.py"
+    assert files[-1] == "training/step.py"
     recorder = trace("grpo")
     assert 10 < len(recorder.files) <= MAX_FILES
     assert next(iter(recorder.files)) == "rollouts/hf.py"

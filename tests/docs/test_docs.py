@@ -32,7 +32,7 @@ from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
 from valence.methods import METHODS, Method
 from valence.rewards.rules import RULES
-from valence.runs.signals import OUT_OF_TIME, SIGNALS
+from valence.training.signals import OUT_OF_TIME, SIGNALS
 from valence.types import Judgement, Origin
 
 PAGES = sorted(

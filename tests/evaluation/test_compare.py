@@ -23,7 +23,7 @@ from valence.evaluation.summary import JudgeSummary, Position, Rates
 from valence.evaluation.win_rate import Estimate
 from valence.jobs import sample_rows
 from valence.jobs.compare_models import ModelComparison
-from valence.lifecycle import restore
+from valence.training import restore
 
 __all__ = ["place"]
 

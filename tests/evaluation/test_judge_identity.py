@@ -15,8 +15,8 @@ from valence.config.schema import RewardSettings
 from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, build_judge
 from valence.jobs.compare_models import ComparisonFolder
-from valence.lifecycle.reward_models import reward_model
 from valence.terminal import Terminal
+from valence.training.reward_models import reward_model
 from valence.types import Completion
 
 VALUE = "SIGN = 1\n"

@@ -15,7 +15,7 @@ from torch import Tensor
 from valence.distributed.process_group import SingleProcess
 from valence.losses.metrics import Metrics
 from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
-from valence.reports.metrics import (
+from valence.training.metrics import (
     STATISTICS,
     Meter,
     calibration_error,

@@ -29,9 +29,9 @@ from valence.distributed.process_group import SingleProcess
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
 from valence.methods import METHODS
-from valence.reports.metrics import Meter
-from valence.trainer.evaluate import evaluate
-from valence.trainer.step import Objective, optimizer_step
+from valence.training.evaluate import evaluate
+from valence.training.metrics import Meter
+from valence.training.step import Objective, optimizer_step
 from valence.types import Kind
 
 BUDGET, TOGETHER = 55, 10_000

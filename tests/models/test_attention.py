@@ -30,7 +30,7 @@ from valence.models.attention import (
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
 from valence.models.policy_model import padded_size
-from valence.planning.plan import MAX_TOKENS
+from valence.training.plan import MAX_TOKENS
 
 WAYS = ("products", "sdpa", "flash")
 """Backends with gradients in float64, FlashAttention by a stand-in."""

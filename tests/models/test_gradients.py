@@ -13,7 +13,7 @@ from tests.units import models_for, objective, units_for
 from valence.models import gradients
 from valence.models.build import build_policy
 from valence.models.gradients import MEMORY, Embedding, clear, write_embedding_gradients
-from valence.trainer.step import optimizer_step
+from valence.training.step import optimizer_step
 
 ROWS, WIDTH = 12, 5
 IDS = torch.tensor([[3, 0, 3, 11], [3, 7, 0, 1]])

@@ -23,8 +23,6 @@ from tests.tiny_models import tiny
 from valence.config.load import load_recipe
 from valence.distributed.process_group import Group, SingleProcess
 from valence.distributed.tensor_parallel import local
-from valence.lifecycle.models import build_models
-from valence.lifecycle.restore import restore
 from valence.models.build import best_device, build_policy, load_model
 from valence.models.check import plain_batch
 from valence.models.digest import model_digest
@@ -33,9 +31,11 @@ from valence.models.policy_model import PolicyModel
 from valence.models.quantized import disable_cpu_repacking, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
-from valence.planning.plan import describe, make_plan
-from valence.trainer.prepare import Prepared, prepare
-from valence.trainer.trainer import Trainer
+from valence.training.models import build_models
+from valence.training.plan import describe, make_plan
+from valence.training.prepare import Prepared, prepare
+from valence.training.restore import restore
+from valence.training.trainer import Trainer
 
 THUMBS = [
     {

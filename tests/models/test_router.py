@@ -21,8 +21,8 @@ from valence.models.checkpointing import Checkpointing
 from valence.models.policy_model import PolicyModel
 from valence.models.router import check_router, num_trained_tokens, token_weights
 from valence.models.scores import Scorer
-from valence.reports.metrics import Meter
-from valence.trainer.step import AuxiliaryLoss, optimizer_step
+from valence.training.metrics import Meter
+from valence.training.step import AuxiliaryLoss, optimizer_step
 from valence.types import MicroBatch, TokenizedExample
 
 WANT = ("router_aux_loss",)

@@ -34,7 +34,7 @@ from valence.models.compiling import compile_layers
 from valence.models.digest import model_digest
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import usage
-from valence.runs.export import export
+from valence.training.model_files import export
 from valence.types import MicroBatch
 
 KINDS = ARCHITECTURES | {

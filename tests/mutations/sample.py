@@ -14,7 +14,7 @@ PACKAGE = "valence"
 EXCLUDED = ("cli", "reports", "terminal.py", "models/head_triton.py", "losses/guide.py")
 """What shows texts and charts, or needs a GPU."""
 STRATA = {
-    "losses": 50, "batching": 12, "trainer/step.py": 30, "online": 14, "trainer": 16,
+    "losses": 50, "batching": 12, "training/step.py": 30, "online": 14, "trainer": 16,
     "planning": 4, "lifecycle": 6,
     "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "runs": 8, "jobs": 8,
     "rollouts": 8, "": 4,

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
 from valence.config.load import load_recipe
-from valence.trainer.prepare import prepare
-from valence.trainer.trainer import Trainer
+from valence.training.prepare import prepare
+from valence.training.trainer import Trainer
 from valence.types import TokenizedExample
 
 pytestmark = pytest.mark.real

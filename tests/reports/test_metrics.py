@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.simulated_cuda import CUDA, simulated_device
 from valence.distributed.process_group import SingleProcess
-from valence.reports.metrics import Meter, auc
+from valence.training.metrics import Meter, auc
 from valence.types import Mean, Ranked
 
 

@@ -16,10 +16,10 @@ from tests.errors import raises_error
 from tests.rewards.kit import answer, entry, has_words, scores, values
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from valence.lifecycle.reward_models import reward_model
 from valence.rewards import reward_of
 from valence.rewards.cache import cache_key
 from valence.rewards.combine import Combined
+from valence.training.reward_models import reward_model
 from valence.types import Completion
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from valence.runs import checkpoints as checkpoint_files
-from valence.runs.checkpoints import Checkpoints
+from valence.training import checkpoints as checkpoint_files
+from valence.training.checkpoints import Checkpoints
 
 
 class _Interrupt(BaseException):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from valence.runs.folder import RunFolder
+from valence.training.folder import RunFolder
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from valence import storage
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
 from valence.errors import UserError
-from valence.runs import store
-from valence.runs.checkpoints import Checkpoints, check
-from valence.runs.store import Stored
+from valence.training import store
+from valence.training.checkpoints import Checkpoints, check
+from valence.training.store import Stored
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
@@ -392,7 +392,7 @@ def exports(
     And what is wrong after loading a checkpoint.
     """
     from tests.tiny import tiny_tokenizer
-    from valence.runs import export as exporting
+    from valence.training import model_files as exporting
 
     tokenizer, message = tiny_tokenizer(), []
     for name, case in CASES.items():
@@ -420,7 +420,7 @@ def exports(
 def exported(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> tuple[Path, Path, list[Any]]:
     """The cases exported by two processes, and by one; what the former said."""
     from tests.tiny import tiny_tokenizer
-    from valence.runs.export import export
+    from valence.training.model_files import export
 
     ours, theirs = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     ended = run(exports, 2, str(ours), *after(saved), deadline=60.0)
@@ -513,9 +513,9 @@ def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.tiny import tiny_tokenizer
-    from valence.runs.export import export
+    from valence.training.model_files import export
 
-    monkeypatch.setattr("valence.runs.export.is_sharded", lambda tensor: True)
+    monkeypatch.setattr("valence.training.model_files.is_sharded", lambda tensor: True)
     model = Case("llama-tied", lora={"target_modules": ["lm_head"]}).model()
     with raises_error("adapter-tied-weights", where="run.export", fix="parallel.shard"):
         export(model, tiny_tokenizer(), tmp_path / "model", kind="auto", card="")

@@ -17,14 +17,14 @@ import torch
 from tests.tiny import CHATML, CHATML_TOOLS, tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.distributed.process_group import SingleProcess
-from valence.lifecycle.restore import open_run
 from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
 from valence.serving.app import FeedbackService, application
 from valence.serving.chat import Answer, ChatModel
 from valence.serving.feedback import FeedbackStore
 from valence.serving.prompts import PromptQueue
-from valence.trainer.trainer import Trainer
+from valence.training.restore import open_run
+from valence.training.trainer import Trainer
 
 T = TypeVar("T")
 TOKENS = {"token-of-anna": "anna", "token-of-ben": "ben"}

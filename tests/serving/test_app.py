@@ -27,12 +27,12 @@ from tests.serving.kit import (
 )
 from tests.tiny import BOS
 from valence.distributed.process_group import SingleProcess
-from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch
 from valence.serving import app as app_module
 from valence.serving.app import DEFECT, HEADERS, MAX_BODY
 from valence.serving.chat import ChatModel
+from valence.training.restore import open_run
 
 Serve = Callable[..., Served]
 

@@ -19,11 +19,11 @@ from tests.errors import raises_error
 from tests.serving.kit import HELLO, SAMPLING, parts_of, run, save_model, saved_model, trainer
 from tests.tiny import tiny_tokenizer
 from valence.distributed.process_group import SingleProcess
-from valence.lifecycle.restore import open_run
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch
 from valence.serving.chat import Answer, ChatModel, TextStream
-from valence.trainer.sampling import PolicySampler
+from valence.training.restore import open_run
+from valence.training.sampling import PolicySampler
 
 
 @pytest.fixture

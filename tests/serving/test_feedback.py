@@ -24,7 +24,7 @@ from valence.serving import feedback
 from valence.serving.chat import Answer
 from valence.serving.feedback import FeedbackStore
 from valence.serving.prompts import prompt_id
-from valence.trainer.prepare import prepare
+from valence.training.prepare import prepare
 from valence.types import Ids, Judgement
 
 Open = Callable[[], FeedbackStore]

@@ -16,7 +16,6 @@ import torch
 
 from tests.serving.kit import HELLO, SAMPLING, Served, events, rows, run, save_model, trainer
 from valence.distributed.process_group import SingleProcess
-from valence.lifecycle.restore import open_run
 from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
 from valence.serving.app import MAX_BODY
@@ -25,8 +24,9 @@ from valence.serving.experiment import Experiment, ServedRun, ab_path, read_resu
 from valence.serving.feedback import FeedbackStore
 from valence.serving.model_service import ModelService, application
 from valence.serving.prompts import PromptQueue
-from valence.trainer.sampling import PolicySampler
-from valence.trainer.trainer import Trainer
+from valence.training.restore import open_run
+from valence.training.sampling import PolicySampler
+from valence.training.trainer import Trainer
 
 TOKEN = "secret"
 

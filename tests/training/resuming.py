@@ -15,7 +15,7 @@ import valence
 from tests.logs import repeatable
 from tests.training.test_run import logged, recipe
 from valence.errors import UserError
-from valence.trainer.trainer import Trainer
+from valence.training.trainer import Trainer
 
 
 class Killed(BaseException):

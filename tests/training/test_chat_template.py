@@ -24,11 +24,11 @@ from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.jobs.sample_rows import Draws, sample_rows
-from valence.lifecycle.restore import restore
-from valence.lifecycle.start import show_audit
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
-from valence.trainer.prepare import Prepared, prepare
+from valence.training.prepare import Prepared, prepare
+from valence.training.restore import restore
+from valence.training.start import show_audit
 
 PAIRS = [
     {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)

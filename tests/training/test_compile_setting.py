@@ -11,12 +11,12 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.lifecycle import models as building
-from valence.lifecycle.models import build_models
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
-from valence.planning import plan
-from valence.trainer.prepare import prepare
+from valence.training import models as building
+from valence.training import plan
+from valence.training.models import build_models
+from valence.training.prepare import prepare
 
 ROWS = [
     {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}

@@ -17,8 +17,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
-from valence.lifecycle.restore import restore
-from valence.trainer.model_files import ModelWriter
+from valence.training.model_files import ModelWriter
+from valence.training.restore import restore
 
 
 def status(path: Path) -> str:
@@ -74,7 +74,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "valence.lifecycle.models.load_model",
+            "valence.training.models.load_model",
             lambda *_, **__: (_ for _ in ()).throw(
                 UserError("no weights", code="model-not-loadable")
             ),
@@ -127,8 +127,8 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     no step.
     """
     calls = {
-        "forward": "valence.trainer.step.Objective.run",
-        "update": "valence.trainer.optim.AdamW.step",
+        "forward": "valence.training.step.Objective.run",
+        "update": "valence.training.optim.AdamW.step",
     }
     target, name = calls[where].rsplit(".", 1)
     module, kind = target.rsplit(".", 1)

@@ -14,7 +14,7 @@ from tests.training.online.recipes import make, recipe
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES
-from valence.reports.metrics import Meter
+from valence.training.metrics import Meter
 
 
 def measured(
@@ -75,7 +75,7 @@ def test_records_of_a_run_have_it(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the steps that are logged compute it."""
-    from valence.trainer import step
+    from valence.training import step
 
     make(tmp_path)
     requests: list[bool] = []

@@ -23,9 +23,9 @@ from tests.training.resuming import (
 )
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
-from valence.trainer.step import Objective
-from valence.trainer.track import AnomalyDetector, BestMetricTracker, Budget
-from valence.trainer.trainer import Trainer
+from valence.training.step import Objective
+from valence.training.track import AnomalyDetector, BestMetricTracker, Budget
+from valence.training.trainer import Trainer
 
 
 def spy_on_objectives(
@@ -274,7 +274,7 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
 
     def fill(_: Trainer, record: Any) -> None:
         if record["step"] == 4:
-            monkeypatch.setattr("valence.runs.store.save_file", full)
+            monkeypatch.setattr("valence.training.store.save_file", full)
 
     run = build_run(settings, quiet=True, callbacks=[fill])
     with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:

@@ -17,8 +17,7 @@ from tests.training.test_held_out_share import folder, model, recipe, write
 from valence.config.load import load_recipe
 from valence.reports.rundata import read_run
 from valence.reports.verdict import outputs, rows_needed, run_verdict
-from valence.trainer.held_out import held_out_warning
-from valence.trainer.prepare import prepare
+from valence.training.prepare import held_out_warning, prepare
 
 __all__ = ["folder", "model"]
 

@@ -17,7 +17,7 @@ from tests.tiny_models import tiny
 from valence.config.load import load_recipe
 from valence.data.split import PromptSplit, prompt_key
 from valence.jobs.compare_models import count_trained
-from valence.trainer.prepare import Prepared, prepare
+from valence.training.prepare import Prepared, prepare
 
 SPLIT = PromptSplit(0.3)
 THUMBS = [

@@ -21,8 +21,8 @@ from valence.methods import METHODS
 from valence.models.build import build_policy, build_reference
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import FrozenReference
-from valence.reports.metrics import Meter
-from valence.trainer.step import optimizer_step
+from valence.training.metrics import Meter
+from valence.training.step import optimizer_step
 from valence.types import Kind, TokenizedExample
 
 ROWS = 14

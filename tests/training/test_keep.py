@@ -14,9 +14,9 @@ from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
-from valence.lifecycle.restore import restore
-from valence.runs import store
-from valence.trainer.trainer import Trainer
+from valence.training import store
+from valence.training.restore import restore
+from valence.training.trainer import Trainer
 
 __all__ = ["folder", "settings"]
 

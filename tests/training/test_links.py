@@ -19,8 +19,8 @@ from tests.training.scoring import invoke
 from tests.training.test_run import folder
 from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import ScoreCache
-from valence.runs.folder import FOLDERS
 from valence.storage import atomic_folder, atomic_write, make_folder, open_file
+from valence.training.folder import FOLDERS
 from valence.types import Score
 
 __all__ = ["folder", "settings"]

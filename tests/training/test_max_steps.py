@@ -11,8 +11,8 @@ import pytest
 from tests.errors import raises_error
 from tests.training.resuming import Undisturbed, facts, killed, records, resumed_steps, train
 from valence.config.load import load_recipe
-from valence.planning.plan import describe, make_plan
-from valence.trainer.prepare import prepare
+from valence.training.plan import describe, make_plan
+from valence.training.prepare import prepare
 
 EPOCH = 3
 """Steps of an epoch: twelve rows in steps of four."""

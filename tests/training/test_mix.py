@@ -21,9 +21,9 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.models.reference import SyncedReference
-from valence.trainer.callbacks import CallbackLike
-from valence.trainer.step import AuxiliaryLoss, optimizer_step
-from valence.trainer.trainer import Trainer
+from valence.training.callbacks import CallbackLike
+from valence.training.step import AuxiliaryLoss, optimizer_step
+from valence.training.trainer import Trainer
 
 THUMBS = [
     {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tests.errors import raises_error
 from valence.config.schema import Recipe
-from valence.runs import store
-from valence.trainer.optim import adamw, check_optimizer, schedule, warmup_steps
+from valence.training import store
+from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
 
 # PyTorch's names for them, and those of bitsandbytes
 MOMENTS = (

@@ -19,10 +19,8 @@ from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, killed, resumed_steps, settings_for, train
 from tests.training.test_run import recipe
 from valence.config.schema import Recipe
-from valence.lifecycle.restore import restore
 from valence.models.shape import hidden_matrices
-from valence.planning.plan import describe, make_plan
-from valence.trainer.optim import (
+from valence.training.optim import (
     AdamW,
     CombinedOptimizer,
     check_optimizer,
@@ -30,7 +28,9 @@ from valence.trainer.optim import (
     optimizer_class,
     recipe_optimizer,
 )
-from valence.trainer.trainer import Trainer
+from valence.training.plan import describe, make_plan
+from valence.training.restore import restore
+from valence.training.trainer import Trainer
 
 SCHEDULE_FREE = "schedulefree.AdamWScheduleFree"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def test_a_plan_says_who_trains_what_and_what_it_does_not_know(
     folder: Path, tmp_path: Path
 ) -> None:
     from valence.config.load import load_recipe
-    from valence.trainer.prepare import prepare
+    from valence.training.prepare import prepare
 
     def plan(**settings: Any) -> Any:
         source = recipe(folder, tmp_path, train=settings)

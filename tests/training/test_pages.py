@@ -17,12 +17,12 @@ from tests.simulated_cuda import CUDA, simulated_device
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
-from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.reports import page
 from valence.storage import atomic_write
-from valence.trainer import pages
-from valence.trainer.memory import peak_memory
+from valence.training import trainer as pages
+from valence.training.out_of_memory import peak_memory
+from valence.training.restore import restore
 
 
 class Clock:

@@ -23,8 +23,8 @@ from valence.losses import LOSSES, Loss, stats
 from valence.losses.views import seq_view, token_columns, token_view
 from valence.models.build import build_policy, build_reference
 from valence.models.reference import FrozenReference
-from valence.trainer.step import Objective
-from valence.trainer.trainer import Trainer
+from valence.training.step import Objective
+from valence.training.trainer import Trainer
 from valence.types import PolicyOutput, TokenizedExample
 
 
@@ -364,7 +364,7 @@ def test_held_out_rows_without_partners_are_refused_before_training(
     """
     same = [row | {"prompt": "the same question "} for row in rows(4)]
     monkeypatch.setattr(
-        "valence.lifecycle.models.build_policy", lambda *_, **__: pytest.fail("a model was built")
+        "valence.training.models.build_policy", lambda *_, **__: pytest.fail("a model was built")
     )
     with raises_error("kl-pairs-missing", where="rows in memory:1"):
         train(tmp_path, rows(4), held_out=same, eval={"at_start": False})

@@ -23,18 +23,16 @@ from tests.tiny_models import tiny
 from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.distributed.process_group import PlannedGroup
-from valence.lifecycle import models
-from valence.lifecycle.restore import restore
 from valence.models import speed
 from valence.models.build import DTYPES
 from valence.models.memory import NCCL_BUFFERS
-from valence.planning import plan
-from valence.planning.memory import SLEEPING_SERVER
-from valence.planning.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.reports.formatting import duration
-from valence.runs import store
-from valence.trainer.prepare import prepare
-from valence.trainer.trainer import Trainer
+from valence.training import models, plan, store
+from valence.training.memory import SLEEPING_SERVER
+from valence.training.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
+from valence.training.prepare import prepare
+from valence.training.restore import restore
+from valence.training.trainer import Trainer
 
 WORDS = "one two three four five six seven eight nine ten"
 ROWS = [

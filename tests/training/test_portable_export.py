@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, place
-from valence.runs.export import portable_name, portable_settings
+from valence.training.model_files import portable_name, portable_settings
 
 __all__ = ["place"]
 

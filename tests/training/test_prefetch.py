@@ -26,10 +26,9 @@ from valence.batching import micro_batches
 from valence.batching.micro_batches import StepPacker
 from valence.data import column_files, example_store, tokenize
 from valence.errors import UserError
-from valence.runs.signals import OUT_OF_TIME, Interrupted
-from valence.trainer import trainer as trainer_module
-from valence.trainer.prefetch import Prefetcher
-from valence.trainer.trainer import StepInputs, Trainer
+from valence.training import trainer as trainer_module
+from valence.training.signals import OUT_OF_TIME, Interrupted
+from valence.training.trainer import Prefetcher, StepInputs, Trainer
 from valence.types import MicroBatch
 
 THREAD = "valence-prefetch"
@@ -218,7 +217,7 @@ def test_a_run_killed_with_a_prepared_step_resumes_with_the_step_that_was_not_do
 
     preparations.calls.clear()
     steps.before = kill
-    monkeypatch.setattr("valence.lifecycle.finish._save_after_failure", lambda _: None)
+    monkeypatch.setattr("valence.training.finish._save_after_failure", lambda _: None)
     with pytest.raises(Killed):
         train(settings, tmp_path / "killed")
     assert steps.ids == ids[:2]

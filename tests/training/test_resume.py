@@ -25,9 +25,9 @@ from tests.training.resuming import (
     weights,
 )
 from valence.api import build_run
-from valence.runs.folder import RunFolder
-from valence.runs.signals import OUT_OF_TIME, Interrupted, Stop
-from valence.trainer.trainer import Trainer
+from valence.training.folder import RunFolder
+from valence.training.signals import OUT_OF_TIME, Interrupted, Stop
+from valence.training.trainer import Trainer
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(
@@ -87,7 +87,7 @@ def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
     killed(settings, 3)
     assert not (tmp_path / "run/checkpoints").exists()
     before = records(tmp_path / "run")
-    monkeypatch.setattr("valence.planning.plan.free_memory", lambda _: 1)
+    monkeypatch.setattr("valence.training.plan.free_memory", lambda _: 1)
     run, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [0]
     assert (

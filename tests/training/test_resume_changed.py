@@ -26,12 +26,11 @@ from tests.training.resuming import (
     weights,
 )
 from tests.training.test_run import ROWS, written
-from valence.lifecycle import models
-from valence.lifecycle.restore import restore
 from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.policy_model import PolicyModel
-from valence.planning import plan
-from valence.trainer.track import Counters
+from valence.training import models, plan
+from valence.training.restore import restore
+from valence.training.track import Counters
 
 # Settings
 

@@ -21,10 +21,10 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
 from valence.config.load import load_recipe
-from valence.lifecycle.models import build_models
-from valence.lifecycle.restore import restore
-from valence.planning.plan import make_plan
-from valence.trainer.prepare import prepare
+from valence.training.models import build_models
+from valence.training.plan import make_plan
+from valence.training.prepare import prepare
+from valence.training.restore import restore
 
 FILMS = [
     {
@@ -211,7 +211,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "valence.lifecycle.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+        "valence.training.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
     )
     settings = recipe(folder, tmp_path, case)
     for section, values in changes.items():

@@ -78,8 +78,7 @@ def test_a_model_without_router_logits_is_an_error(
 def test_layers_are_not_compiled_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from valence.lifecycle import models
-    from valence.planning import plan
+    from valence.training import models, plan
 
     monkeypatch.setattr(plan, "MIN_OPERATIONS_TO_COMPILE", {"cpu": 0.0})
     for module in (models, plan):

@@ -17,8 +17,8 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
-from valence.lifecycle.restore import restore
-from valence.trainer.trainer import Trainer
+from valence.training.restore import restore
+from valence.training.trainer import Trainer
 
 ROWS = [
     {
@@ -256,7 +256,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(
     change: Any, code: str, where: str, folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(
-        "valence.lifecycle.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+        "valence.training.models.load_model", lambda *_, **__: pytest.fail("a model was loaded")
     )
     settings = recipe(folder, tmp_path)
     for section, values in change.items():

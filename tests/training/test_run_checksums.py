@@ -16,11 +16,11 @@ from tests.training.conftest import SharedRuns
 from tests.training.resuming import killed, records, settings, train, weights
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
-from valence.lifecycle.restore import restore
 from valence.reports.rundata import read_run
 from valence.reports.runs import config_of, list_runs, place_of_run
 from valence.reports.sinks import JsonlSink
 from valence.storage import add_checksum, add_checksum_line, verify, verify_text
+from valence.training.restore import restore
 
 __all__ = ["folder", "settings"]
 

@@ -21,10 +21,10 @@ from tests.errors import raises_error
 from tests.logs import repeatable
 from tests.programs import Program
 from valence.distributed.process_group import Group
-from valence.lifecycle import models
-from valence.lifecycle.reference_cache import score
-from valence.lifecycle.restore import restore
 from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
+from valence.training import models
+from valence.training.reference_cache import score
+from valence.training.restore import restore
 
 COUNT = 13
 ROWS = [

@@ -26,8 +26,8 @@ from valence.data.load import stream
 from valence.errors import UserError
 from valence.jobs import score_rows as module
 from valence.jobs.row_job import OutputFile
-from valence.lifecycle.scorers import LogProbScorer
 from valence.storage import add_checksum
+from valence.training.scorers import LogProbScorer
 from valence.types import MicroBatch
 
 # Stopping and going on

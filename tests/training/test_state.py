@@ -15,10 +15,9 @@ import torch
 from tests.errors import raises_error
 from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
-from valence.runs.state import Registry, StateFunctions
-from valence.runs.store import Snapshot, load
-from valence.trainer.callbacks import Callbacks
-from valence.trainer.trainer import Trainer
+from valence.training.callbacks import Callbacks
+from valence.training.store import Registry, Snapshot, StateFunctions, load
+from valence.training.trainer import Trainer
 
 NOT_STATE = {
     r"\._?stop\b": "what asked this process to end",

@@ -18,7 +18,7 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.methods import METHODS
 from valence.models.build import build_policy
 from valence.models.values import add_values
-from valence.trainer.step import optimizer_step
+from valence.training.step import optimizer_step
 from valence.types import sent
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -107,13 +107,13 @@ def collect(
     """
     require_server_libraries("collect")
     from valence.distributed.process_group import SingleProcess
-    from valence.lifecycle.restore import open_run
     from valence.rollouts import Sampling
     from valence.serving.app import FeedbackService, log_error
     from valence.serving.chat import ChatModel
     from valence.serving.feedback import FeedbackStore
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket, serve
+    from valence.training.restore import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]

@@ -456,7 +456,7 @@ def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal, retr
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    from valence.runs.export import portable_settings
+    from valence.training.model_files import portable_settings
 
     try:
         api = HfApi()
@@ -511,7 +511,7 @@ def _needed_lists(run_dir: Path) -> tuple[Literal["train"], ...]:
 
     A reward model is saved with the mean and standard deviation of its scores of training rows.
     """
-    from valence.trainer.targets import method_of_run
+    from valence.targets import method_of_run
 
     return ("train",) if method_of_run(run_dir).is_reward_model else ()
 

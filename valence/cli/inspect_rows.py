@@ -18,8 +18,8 @@ from valence.data.rendering import describe_rendering
 from valence.data.sources import Row
 from valence.errors import UserError
 from valence.reports.show import show_encoded, show_example, show_row
-from valence.trainer.prepare import prepare
-from valence.trainer.targets import without_rows
+from valence.targets import without_rows
+from valence.training.prepare import prepare
 from valence.types import Example, Origin
 
 Stage = Literal["row", "example", "tokens", "all"]

@@ -109,7 +109,7 @@ def evaluate(
         _check_output(out)
     with processes(nproc) as group:
         from valence.reports.verdict import held_out_verdict
-        from valence.trainer.targets import overrides_to_measure
+        from valence.targets import overrides_to_measure
 
         settings = [*overrides_to_measure(target, data or [], settings), *settings]
         run = open_run_or_recipe(
@@ -131,7 +131,7 @@ def evaluate(
         table.add_row(name, f"{value:.6g}")
     console.print(table)
     if out and group.rank == 0:
-        from valence.runs.folder import finite
+        from valence.training.folder import finite
 
         report = {
             "step": run.step,
@@ -290,8 +290,8 @@ def open_run_or_recipe(
     trust_reward: also load rewards of a run folder that are code or a server.
     """
     from valence.config.load import LISTS
-    from valence.lifecycle.restore import open_recipe, restore
-    from valence.trainer.targets import load_target
+    from valence.targets import load_target
+    from valence.training.restore import open_recipe, restore
 
     needed = set(lists)
     if needed & {"train", "eval"} and load_target(str(target), overrides).recipe.data.split:

@@ -92,8 +92,8 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **options: Any) -> None:
     with stoppable(NOTHING_STARTED):
-        from valence.lifecycle.start import train_in_folder
         from valence.reports.verdict import outputs
+        from valence.training.start import train_in_folder
 
     with streaming(as_json, options["group"].rank) as stream:
         sinks = [stream] if stream else []
@@ -208,11 +208,11 @@ def check(
     source = load_recipe(recipe, overrides or [])  # before torch is imported
 
     from valence.distributed.process_group import PlannedGroup
-    from valence.lifecycle.models import check_model_files
-    from valence.lifecycle.start import check_judge_labels, check_sinks, show_audit
-    from valence.planning.plan import crowding, describe, make_plan
-    from valence.trainer.prepare import prepare
-    from valence.trainer.targets import with_dtype
+    from valence.targets import with_dtype
+    from valence.training.models import check_model_files
+    from valence.training.plan import crowding, describe, make_plan
+    from valence.training.prepare import prepare
+    from valence.training.start import check_judge_labels, check_sinks, show_audit
 
     source = with_dtype(source)
     check_sinks(source)
@@ -405,7 +405,7 @@ def score(
                 },
                 bool(reward),
             )
-            from valence.lifecycle.reference_cache import score as fill
+            from valence.training.reference_cache import score as fill
 
             fill(
                 target,

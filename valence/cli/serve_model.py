@@ -114,7 +114,6 @@ def serve(
     """
     require_server_libraries("serve", "prometheus_client")
     from valence.distributed.process_group import SingleProcess
-    from valence.lifecycle.restore import open_run
     from valence.models.digest import digests
     from valence.rollouts import Sampling
     from valence.serving.app import log_error
@@ -125,6 +124,7 @@ def serve(
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket
     from valence.serving.run import serve as run_server
+    from valence.training.restore import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]

@@ -33,7 +33,9 @@ class EventStream:
         self._write({"event": "started", "run": _text(folder), "resumed": resumed})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
-        from valence.runs.folder import finite  # imports torch, which the run has imported already
+        from valence.training.folder import (
+            finite,  # imports torch, which the run has imported already
+        )
 
         self._write(finite(record))
 

@@ -38,16 +38,16 @@ from valence.data.load import columns_of, read_together, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
-from valence.lifecycle.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.models.features import completion_states
 from valence.models.policy_model import PolicyModel
 from valence.reports.console import Progress
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
 from valence.reports.stats import MIN_CLASS_ROWS, auc, mean
+from valence.targets import is_run, with_files
 from valence.terminal import Terminal, print_message
-from valence.trainer.prepare import prepare
-from valence.trainer.targets import is_run, with_files
+from valence.training.prepare import prepare
+from valence.training.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.types import Judgement, Preference, TokenizedExample, content_id
 
 TOP = 20

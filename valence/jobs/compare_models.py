@@ -56,8 +56,6 @@ from valence.jobs.run_benchmarks import (
 )
 from valence.jobs.run_benchmarks import FOLDER as BENCHMARKS
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
-from valence.lifecycle.reward_models import reward_model, reward_model_must_exist
-from valence.lifecycle.saved_models import At
 from valence.models.loading import must_exist
 from valence.reports.console import Progress
 from valence.reports.win_rates import win_rate_page
@@ -69,9 +67,11 @@ from valence.rewards.build import (
 )
 from valence.rewards.cache import digest
 from valence.storage import LOCK_FILE, Lock, add_checksum, part_path, read_json, rename, verify
+from valence.targets import is_run, load_target, with_files
 from valence.terminal import Terminal, print_message
-from valence.trainer.evaluate import as_text
-from valence.trainer.targets import is_run, load_target, with_files
+from valence.training.evaluate import as_text
+from valence.training.reward_models import reward_model, reward_model_must_exist
+from valence.training.saved_models import At
 from valence.types import Completion, Content, Prompt, content_id
 from valence.user_code.sources import are_current
 

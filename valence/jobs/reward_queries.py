@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from valence.data.encode import Encoder
 from valence.data.encoded_set import Unusable
-from valence.lifecycle.reward_models import HERE, ModelScores, reward_model
 from valence.rewards.calls import CallBackend
+from valence.training.reward_models import HERE, ModelScores, reward_model
 from valence.types import Completion, Demonstration, Ids, TokenizedExample
 
 

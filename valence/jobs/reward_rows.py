@@ -21,12 +21,12 @@ from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.jobs.row_job import Line, RowJob, Tally, as_line, check_line
 from valence.jobs.score_rows import token_facts
-from valence.lifecycle.reward_models import reward_model
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
-from valence.trainer.evaluate import as_text
-from valence.trainer.prepare import Prepared, prepare
-from valence.trainer.targets import load_target, with_files
+from valence.targets import load_target, with_files
+from valence.training.evaluate import as_text
+from valence.training.prepare import Prepared, prepare
+from valence.training.reward_models import reward_model
 from valence.types import (
     Chat,
     Completion,

@@ -29,7 +29,6 @@ from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
 from valence.files import check_path
 from valence.reports.console import Progress
-from valence.runs.signals import Stop
 from valence.storage import (
     InUseError,
     LineFile,
@@ -41,6 +40,7 @@ from valence.storage import (
     writing,
 )
 from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.training.signals import Stop
 from valence.version import __version__
 
 START_OVER = "choose another --out file, or start over with --fresh, which renames the old file"

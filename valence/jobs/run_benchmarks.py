@@ -32,16 +32,16 @@ from valence.errors import UserError, install_command
 from valence.evaluation.benchmarks import ADDRESS, BenchmarkResult, compare_results
 from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
-from valence.lifecycle.restore import open_run
-from valence.lifecycle.saved_models import At
 from valence.models.digest import model_digest
 from valence.network import hub_problem
 from valence.reports.console import Progress
 from valence.storage import add_checksum, read_json, verify
+from valence.targets import load_target
 from valence.terminal import print_message
-from valence.trainer.prepare import prepare
-from valence.trainer.targets import load_target
-from valence.trainer.trainer import Trainer
+from valence.training.prepare import prepare
+from valence.training.restore import open_run
+from valence.training.saved_models import At
+from valence.training.trainer import Trainer
 from valence.types import content_id
 
 FOLDER, LOG = "lm_eval", "log.txt"

@@ -27,18 +27,18 @@ from valence.distributed.process_group import (
 )
 from valence.errors import UserError
 from valence.jobs.row_job import START_OVER, Line, RowJob, check_line
-from valence.lifecycle.restore import open_run
-from valence.lifecycle.saved_models import At
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
 from valence.storage import Journal, writing
-from valence.trainer.evaluate import as_text
-from valence.trainer.sampling import PolicySampler, check_can_generate
-from valence.trainer.targets import is_run, load_target, with_files
-from valence.trainer.trainer import Trainer
+from valence.targets import is_run, load_target, with_files
+from valence.training.evaluate import as_text
+from valence.training.restore import open_run
+from valence.training.sampling import PolicySampler, check_can_generate
+from valence.training.saved_models import At
+from valence.training.trainer import Trainer
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
 from valence.version import __version__
 

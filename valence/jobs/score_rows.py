@@ -24,9 +24,9 @@ from valence.data.sources import BadRow, Row
 from valence.distributed.process_group import Group, check_ranks_agree, gather_objects
 from valence.errors import UserError
 from valence.jobs.row_job import Line, RowJob, Tally, as_line
-from valence.lifecycle.scorers import CompletionScorer, Numbers, load_scorer
-from valence.trainer.prepare import prepare
-from valence.trainer.targets import is_run, with_files, without_rows
+from valence.targets import is_run, with_files, without_rows
+from valence.training.prepare import prepare
+from valence.training.scorers import CompletionScorer, Numbers, load_scorer
 from valence.types import Example, Preference, Prompt, TokenizedExample, content_id
 
 WINDOW = 32

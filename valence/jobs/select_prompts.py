@@ -30,8 +30,8 @@ from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
 from valence.reports.regression import cross_fit, fit_logistic, standardize
 from valence.reports.stats import MIN_CLASS_ROWS
+from valence.targets import with_files
 from valence.terminal import Terminal, print_message
-from valence.trainer.targets import with_files
 from valence.types import (
     Chat,
     Content,

@@ -17,8 +17,8 @@ import torch
 from valence.errors import UserError
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
-from valence.trainer.sampling import PolicySampler, sampling_failed
-from valence.trainer.trainer import Trainer
+from valence.training.sampling import PolicySampler, sampling_failed
+from valence.training.trainer import Trainer
 from valence.types import Chat, Completion, Demonstration, Message, Origin, TokenizedExample
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -21,7 +21,7 @@ from tests.training.online.recipes import logged, make, recipe, recipe_without_e
 from tests.training.online.test_servers import kill_at, slot
 from tests.training.resuming import killed, resumed_steps, train, weights
 from valence.rollouts.vllm import ROUTE
-from valence.trainer.trainer import Trainer
+from valence.training.trainer import Trainer
 from valence.types import Completion
 
 STEPS = 6

@@ -21,8 +21,8 @@ from tests.programs import Program
 from tests.training.online import rewards
 from tests.training.online.recipes import PROMPTS, logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.online.collector import Collector
-from valence.trainer.step import Objective
+from valence.training.collector import Collector
+from valence.training.step import Objective
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ import torch
 from tests.errors import raises_error
 from tests.training.online.recipes import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.online.collector import distinct_4grams, duplicates
 from valence.reports.diagnostics import CollapseDetector, diagnose
 from valence.reports.page import render_report, report_markdown
 from valence.reports.rundata import read_run
 from valence.rollouts import HFGenerator
+from valence.training.collector import distinct_4grams, duplicates
 from valence.types import Completion
 
 CONSTANT = "tests.training.online.rewards:constant"

@@ -13,7 +13,7 @@ from tests.training.online.recipes import PROMPTS, VOWELS, logged, make, recipe_
 from tests.training.resuming import train
 from valence.jobs.reward_rows import score_by_reward
 from valence.jobs.sample_rows import Draws, sample_rows
-from valence.online.rounds import seed_of
+from valence.training.rounds import seed_of
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {"convert": "scores_to_rankings"}, {}),

@@ -427,7 +427,7 @@ def test_mistakes_are_found_before_anything_is_sampled(
     changes: dict[str, Any], code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "valence.lifecycle.start.build_models",
+        "valence.training.start.build_models",
         lambda *_, **__: pytest.fail("the model was loaded"),
     )
     method = changes.pop("method", "grpo")
@@ -453,7 +453,7 @@ def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
     reward: Any, where: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "valence.lifecycle.start.build_models", lambda *_, **__: pytest.fail("the model was loaded")
+        "valence.training.start.build_models", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with pytest.raises(UserError) as info:
         valence.train(recipe(place) | {"reward": reward})

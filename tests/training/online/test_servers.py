@@ -126,7 +126,7 @@ def test_every_server_is_compared_with_the_trainer(
 
     sorts: list[Any] = []
     monkeypatch.setattr("valence.rollouts.check.check", record)
-    monkeypatch.setattr("valence.online.engines.nsmallest", count)
+    monkeypatch.setattr("valence.training.engines.nsmallest", count)
     with serving(Fake()) as first, serving(Fake()) as second:
         train(settings(place, "run", [first, second], rollout={"check_prompts": 2}), quiet=True)
     assert compared == [first.url, second.url] * STEPS

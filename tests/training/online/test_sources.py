@@ -17,11 +17,11 @@ from tests.errors import raises_error
 from tests.rollouts.vllm_server import END, UPDATE, Fake, Words, serving
 from valence.config.schema import Rollout
 from valence.distributed.process_group import Group, SingleProcess, ignore
-from valence.online import engines
-from valence.online.collector import QueuedRound
-from valence.online.engines import ServerEngine
 from valence.rollouts import Sampling
 from valence.rollouts.transports import IpcTransfer, NcclTransfer
+from valence.training import engines
+from valence.training.collector import QueuedRound
+from valence.training.engines import ServerEngine
 
 
 class Endless:

@@ -10,7 +10,7 @@ import pytest
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.training.online.recipes import logged, make, recipe
 from tests.training.resuming import train
-from valence.online.collector import Collector
+from valence.training.collector import Collector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -1,1 +1,0 @@
-"""Put runs together: start, resume, open a finished run, train to the end."""

@@ -1,1 +1,0 @@
-"""Rounds of online training: sample completions, score them, make examples of them."""

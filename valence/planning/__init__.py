@@ -1,1 +1,0 @@
-"""Estimates of memory and time before a run, and how its weights are split over processes."""

@@ -1,1 +1,0 @@
-"""The folder of a run: its lock, log, checkpoints, signals, and exported models."""

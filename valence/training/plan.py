@@ -1,0 +1,649 @@
+"""Estimate a run before it starts: steps, tokens, memory, time and the size of micro-batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from valence.batching.kl_pairs import make_kl_pairs_in_groups
+from valence.batching.micro_batches import StepPacker
+from valence.config.needs import read_of_tokens
+from valence.data.sampler import Sampler
+from valence.data.tokenized_dataset import TokenizedDataset
+from valence.distributed.launcher import usable_cores
+from valence.distributed.process_group import Group, SingleProcess
+from valence.distributed.tensor_parallel import check_tensor_parallel
+from valence.errors import UserError
+from valence.methods import Method
+from valence.models import speed
+from valence.models.build import DTYPES, best_device, check_vocabulary
+from valence.models.checkpointing import Checkpointing, recompute_layers
+from valence.models.compiling import why_not
+from valence.models.memory import Memory, Split, free_memory
+from valence.models.policy_model import PolicyModel
+from valence.models.shape import Shape, shape_of
+from valence.models.speed import Work
+from valence.reports.formatting import duration
+from valence.rollouts.servers import Placement
+from valence.training.memory import (
+    MARGIN,
+    MIN_TOKENS,
+    SLEEPING_SERVER,
+    can_compile,
+    check_offload,
+    choose_checkpointing,
+    choose_split,
+    fits_on_one_device,
+    layers_of,
+    memory_of,
+    min_free_memory,
+    num_shards,
+    plan_server,
+    sampled_in,
+    server_share,
+)
+from valence.training.optim import optimizer_class
+from valence.training.prepare import Prepared
+from valence.types import TokenizedExample, plural
+
+MIN_OPERATIONS_TO_COMPILE = {"cpu": 2e14, "cuda": 1e17}
+"""Operations of a run, about five minutes, above which compiling layers saves time."""
+MAX_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # larger micro-batches are not faster
+MIN_SERVER = 1.2  # memory of a server, in multiples of its weights
+STEPS_COUNTED = 4  # steps whose operations are counted
+ROWS_COUNTED = 512  # rows of an evaluation whose operations are counted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimates for a run.
+
+    free: bytes available to each process on its device; None if unknown. processes: their number.
+    split: how weights are split over them. server: the GPUs of a sampling server that the run
+    starts. server_share: of their memory; None is vLLM's default. checkpointing: the mode that is
+    used, also for `auto`.
+    """
+
+    prepared: Prepared
+    shape: Shape
+    memory: Memory
+    device: torch.device
+    free: int | None
+    processes: int
+    split: Split
+    server: Placement | None = None
+    server_share: float | None = None
+    checkpointing: Checkpointing = "off"
+
+    @property
+    def dealt(self) -> int:
+        """Number of processes that train on different rows."""
+        return self.processes // self.split.tensor // self.split.context
+
+    @cached_property
+    def micro_batch_tokens(self) -> int:
+        """Tokens per micro-batch: those of the recipe, or the largest power of two that fits.
+
+        A power of two does not change with small differences of free memory.
+        """
+        requested = self.prepared.recipe.train.micro_batch_tokens
+        if requested != "auto":
+            return requested
+        tokens = MAX_TOKENS[self.device.type] * self.split.context
+        while (
+            self.free is not None
+            and tokens > MIN_TOKENS
+            and self.memory.total(tokens) > MARGIN * self.free
+        ):
+            tokens //= 2
+        return tokens
+
+    @property
+    def largest(self) -> int:
+        """Upper bound for the tokens of a micro-batch."""
+        return max(
+            map(
+                self._largest,
+                (self.prepared.planned, *(part.sampler for part in self.prepared.mixed)),
+            )
+        )
+
+    def _largest(self, sampler: Sampler) -> int:
+        order = np.argsort(_num_rows(sampler.units), kind="stable")[-sampler.batch_size :]
+        longest = [sampler.units[i] for i in order.tolist()]
+        # a prefix that sequences share is computed once
+        step = int(_work(longest).tokens)
+        return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
+
+    @cached_property
+    def work(self) -> list[list[tuple[Method, Work, Work]]]:
+        """Work of some steps: for each method, with and without gradient."""
+        prepared = self.prepared
+        parts = [
+            (prepared.method, prepared.planned),
+            *((part.method, part.sampler) for part in prepared.mixed),
+        ]
+        numbers = range(0, prepared.total_steps, -(-prepared.total_steps // STEPS_COUNTED))
+        return [
+            [self._work_of(method, sampler, number) for method, sampler in parts]
+            for number in numbers
+        ]
+
+    def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
+        return method, *self._work_of_units(
+            method, [sampler.units[i] for i in sampler.step(number)[0]]
+        )
+
+    def _work_of_units(
+        self, method: Method, units: Sequence[TokenizedExample]
+    ) -> tuple[Work, Work]:
+        """Work of the examples, and of the KL pairs that they need."""
+        example_work, sequences = _work(units), list(units)
+        if method.needs_kl_pairs:
+            sequences += make_kl_pairs_in_groups(
+                units, len(units), "next", max_length=self.prepared.recipe.data.max_length
+            )
+        return example_work, _work(sequences) - example_work
+
+    def seconds(self, *, again: bool = False) -> float:
+        """Estimated seconds per step, from its operations and this machine's matrix products.
+
+        again: in later epochs, when the reference's log-probabilities are cached.
+        """
+        is_cached = again and self._keeps_reference
+        operations = [
+            speed.step(
+                self.shape,
+                trained,
+                measured,
+                *(
+                    (measured,)
+                    if is_cached
+                    else (trained, measured)
+                    if method.asks_reference
+                    else ()
+                ),
+                checkpointing=self.checkpointing,
+            )
+            + (self._rollout_operations(trained) if method.online else 0)
+            for step in self.work
+            for method, trained, measured in step
+        ]
+        return sum(operations) / len(self.work) / self._rate / self.processes
+
+    @property
+    def _rate(self) -> float:
+        """Operations per second of a process."""
+        dtype = DTYPES[self.prepared.recipe.model.dtype]
+        return speed.EFFICIENCY[dtype] * speed.matmul_rate(
+            self.device, dtype, self.shape.hidden, self.shape.inner
+        )
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Whether the reference's log-probabilities of a row are computed only once."""
+        recipe = self.prepared.recipe
+        return (
+            recipe.reference.cache != "off"
+            and recipe.reference.sync_every is None
+            and not recipe.reward
+        )
+
+    @property
+    def evaluations(self) -> int:
+        """Number of evaluations on data.eval."""
+        prepared, recipe = self.prepared, self.prepared.recipe.eval
+        if "eval" not in prepared.corpora:
+            return 0
+        every, steps = prepared.evaluation_interval, prepared.total_steps
+        return -(-steps // every) + recipe.at_start
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Estimated seconds of all evaluations: held-out, test and training rows.
+
+        0 for online methods, which sample completions first.
+        """
+        prepared, recipe = self.prepared, self.prepared.recipe
+        if prepared.method.online:
+            return 0.0
+        operations = 0.0
+        if times := self.evaluations:
+            held_out = prepared.corpora["eval"].units[: recipe.eval.max_examples]
+            operations += self._evaluation_operations(held_out)
+            operations += (times - 1) * self._evaluation_operations(
+                held_out, is_cached=self._keeps_reference
+            )
+        if "test" in prepared.corpora:
+            operations += self._evaluation_operations(prepared.corpora["test"].units)
+        if limit := recipe.eval.train_examples:
+            operations += self._evaluation_operations(prepared.corpora["train"].units[:limit])
+        return operations / self._rate / self.processes
+
+    def _evaluation_operations(
+        self, units: Sequence[TokenizedExample], *, is_cached: bool = False
+    ) -> float:
+        """Operations of one evaluation. is_cached: the reference's log-probabilities are stored."""
+        counted, method = units[:ROWS_COUNTED], self.prepared.method
+        matched, mismatched = self._work_of_units(method, counted)
+        num_models = 2 if method.asks_reference and not is_cached else 1
+        operations = speed.forward(self.shape, matched) + speed.forward(self.shape, mismatched)
+        return num_models * operations * len(units) / len(counted)
+
+    def _rollout_operations(self, trained: Work) -> float:
+        """Additional operations of an online step: log-probs of rollouts, and the value model."""
+        prepared, recipe = self.prepared, self.prepared.recipe
+        measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(
+            self.shape, trained
+        )
+        headless = replace(self.shape, vocabulary=0)
+        values = (
+            speed.step(headless, trained, checkpointing=self.checkpointing)
+            if prepared.has_separate_value_model
+            else 0
+        )
+        return measured / recipe.rollout.num_epochs + values
+
+    @property
+    def round_seconds(self) -> float | None:
+        """Estimated seconds to sample a round of completions of maximum length.
+
+        None if a server samples them.
+        """
+        rollouts = self.prepared.rollouts(self.shape, self.device)
+        if rollouts is None:
+            return None
+        rows, prompt, new = rollouts
+        recipe = self.prepared.recipe
+        samplers = self.processes // self.split.tensor
+        batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * samplers))
+        return batches * speed.sampling(
+            self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device)
+        )
+
+    @property
+    def total_seconds(self) -> float:
+        """Estimated seconds of all steps."""
+        steps = self.prepared.total_steps
+        first = min(steps, self.prepared.steps_per_epoch)
+        return first * self.seconds() + (steps - first) * self.seconds(again=True)
+
+
+def make_plan(
+    prepared: Prepared,
+    model: nn.Module | None = None,
+    group: Group | None = None,
+    *,
+    sharded: bool | None = None,
+    starts_server: bool = True,
+    checkpointing: Checkpointing | None = None,
+) -> Plan:
+    """Plan a run from its recipe, model and device, without loading weights.
+
+    model: used instead of the model that the recipe names. group: all processes call this together
+    and get the same plan. sharded: an earlier decision to split weights over processes.
+    checkpointing: the mode of a policy that is already loaded.
+    starts_server: whether a run is planned, which may start a sampling server.
+
+    Raises UserError if the model does not exist, the tokenizer or adapter does not fit it, or it
+    does not support checkpointing or the split.
+    """
+    group = group or SingleProcess()
+    recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
+    with prepared.source.placing():
+        check_offload(recipe, device)
+        bare = layers_of(prepared, model)
+        check_vocabulary(bare, prepared.tokenizer)
+        check_tensor_parallel(bare, recipe.parallel.tensor)
+        shape = shape_of(
+            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
+        )
+        free = min_free_memory(free_memory(device), device, group)
+        split = choose_split(
+            recipe,
+            group.size,
+            device,
+            before=sharded,
+            fits=lambda: fits_on_one_device(prepared, shape, device, free, group.size),
+        )
+        compiled = (
+            pays_to_compile(prepared, shape.parameters, device, group.size)
+            if can_compile(recipe, split)
+            else False
+        )
+        mode = checkpointing or choose_checkpointing(
+            prepared, shape, device, split, free, group.size
+        )
+        recompute_layers(bare, mode, device)
+        memory = memory_of(
+            prepared,
+            shape,
+            device,
+            split,
+            compiled=compiled,
+            processes=group.size,
+            checkpointing=mode,
+        )
+    server = plan_server(recipe, device, group.size) if starts_server else None
+    share = None
+    if server is not None:
+        memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
+        share = server_share(recipe, server, memory, device)
+    return Plan(prepared, shape, memory, device, free, group.size, split, server, share, mode)
+
+
+def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
+    """Whether to compile layers: if the recipe says so, or `auto` and the run is long enough.
+
+    Decided by counting operations, so that reruns decide alike and their reference cache stays
+    valid. Raises UserError if compilation is requested and not available.
+    """
+    requested, reason = prepared.recipe.train.compile, why_not(device)
+    if requested == "on" and reason:
+        raise UserError(
+            reason,
+            code="compile-unavailable",
+            where="train.compile",
+            fix="install g++, or set train.compile: auto"
+            if device.type == "cpu"
+            else "set train.compile: auto",
+        )
+    train = prepared.recipe.train
+    not_compiled = (
+        prepared.recipe.model.quantize
+        or train.router_aux_loss
+        or train.checkpointing == "selective_op"
+    )
+    if requested != "auto" or reason or "train" not in prepared.corpora or not_compiled:
+        return requested == "on"
+    epochs = prepared.total_steps / prepared.steps_per_epoch
+    tokens = epochs * int(prepared.corpora["train"].units.num_sequence_tokens.sum())
+    return 6 * weights * tokens / processes >= MIN_OPERATIONS_TO_COMPILE[device.type]
+
+
+def planned_tokens(prepared: Prepared, policy: PolicyModel, world: Group) -> int:
+    """Tokens of a micro-batch that the plan chooses for a loaded policy. All processes call it."""
+    plan = make_plan(
+        prepared,
+        policy.causal,
+        world,
+        sharded=policy.is_sharded,
+        checkpointing=policy.checkpointing,
+        starts_server=False,
+    )
+    return plan.micro_batch_tokens
+
+
+def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int) -> float | None:
+    """The share of a GPU's memory that ``Plan.server_share`` is for a loaded policy.
+
+    A process calls it alone.
+    """
+    recipe, device = prepared.recipe, policy.device
+    server = plan_server(recipe, device, processes)
+    if server is None:
+        return None
+    spec = recipe.model
+    bare = layers_of(prepared, policy.causal)
+    shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+    ways = num_shards(recipe, processes) if policy.is_sharded else 1
+    parallel = recipe.parallel
+    split = Split(ways, parallel.tensor, context=parallel.context)
+    memory = memory_of(prepared, shape, device, split)
+    memory = replace(memory, server=SLEEPING_SERVER if server.is_shared else 0)
+    return server_share(recipe, server, memory, device)
+
+
+def crowding(processes: int) -> str:
+    """A warning if there are more processes on this host than cores or GPUs; else empty.
+
+    Launchers set ``LOCAL_WORLD_SIZE`` to the number of processes on this host.
+    """
+    local, cores = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), usable_cores()
+    if local <= cores or torch.cuda.device_count() >= local:
+        return ""
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return (
+        f"{local} processes share the {shared} of this machine and slow each other down: use "
+        f"at most --nproc {cores}"
+    )
+
+
+def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
+    """Lines to print: steps, tokens, weights, and estimates of memory and time.
+
+    in_detail: also mention the sequences without gradient.
+    """
+    prepared, shape, memory = plan.prepared, plan.shape, plan.memory
+    method, requested = prepared.method, prepared.recipe.train.micro_batch_tokens
+    units = prepared.planned.units
+    longest = int(_num_rows(units).max())
+    mismatched = (
+        ", and as many in KL pairs without gradient" if in_detail and method.needs_kl_pairs else ""
+    )
+    trained = ", all trained" if shape.full else f" frozen + {shape.trained:,} trained"
+    narrow = f", {shape.quantized:,} in 4 bits" if shape.quantized else ""
+    total = memory.total(plan.largest)
+    per_process = " each" if plan.processes > 1 else ""
+    parts = {
+        "program": memory.program,
+        "weights": memory.weights,
+        "reference": memory.reference,
+        "gradient and optimizer": memory.gradient + memory.optimizer,
+        "activations and head": plan.largest * memory.per_token + memory.head,
+    }
+    optional = {
+        "gathered weights": memory.gathered,
+        "communication": memory.communication,
+        "copy for a checkpoint": memory.checkpoint,
+        "value model": memory.value,
+        "reward models": memory.reward_models,
+        "completions while sampling, instead of activations": memory.sampling,
+        "sleeping server": memory.server,
+    }
+    parts |= {name: size for name, size in optional.items() if size}
+    lines = [
+        _describe_steps(prepared),
+        f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
+        f"up to {plan.micro_batch_tokens:,} tokens" + (" (auto)" if requested == "auto" else ""),
+        f"weights: {shape.parameters:,}{trained}{narrow}",
+        *_describe_optimizer(plan),
+        *_describe_split(plan),
+        *_describe_checkpointing(plan),
+        f"memory: about {_gigabytes(total)}{per_process} "
+        f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        *_describe_host_memory(plan),
+        *_describe_server(plan),
+        *_describe_times(plan),
+    ]
+    if prepared.source.settings.get(
+        "loss.desirable_weight", prepared.source.settings["method"]
+    ).origin.endswith("auto"):
+        up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))
+        lines.append(
+            f"class weights: auto sets desirable_weight to {up:.4g} and undesirable_weight to "
+            f"{down:.4g}"
+        )
+    for part in prepared.mixed:
+        mixed = (
+            f"{len(part.sampler.units)} {plural(part.method.kind)}, "
+            f"{part.sampler.batch_size} per step, weight {part.weight:g}"
+        )
+        lines.append(f"mix: {part.method.name} on {mixed}")
+    if plan.free is not None and total > plan.free:
+        lines.append(f"only {_gigabytes(plan.free)} of memory is free: {_less_memory(plan)}")
+    if longest > plan.micro_batch_tokens:
+        lines.append(
+            f"the longest row has {longest:,} tokens, more than train.micro_batch_tokens: each "
+            "such row is a micro-batch by itself"
+        )
+    if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
+        lines.append(warning)
+    return lines
+
+
+def _describe_steps(prepared: Prepared) -> str:
+    steps, per_epoch = prepared.total_steps, prepared.steps_per_epoch
+    rows = f"{len(prepared.corpora['train'].units)} {plural(prepared.method.kind)}"
+    details = f"{per_epoch} per epoch of {rows}"
+    if prepared.recipe.train.max_steps is not None:
+        details += f", so {steps / per_epoch:.3g} epochs"
+        epochs = prepared.source.settings["train.epochs"]
+        if epochs.origin != "default":
+            details += f"; train.max_steps overrides train.epochs: {epochs.value:g}"
+    return f"steps: {steps} ({details})"
+
+
+def _less_memory(plan: Plan) -> str:
+    """The settings that reduce the memory of a run and are not set yet, as an imperative."""
+    recipe = plan.prepared.recipe
+    options = ["model.lora"] if plan.shape.full else []
+    if plan.checkpointing != "full":
+        options.append("train.checkpointing: full")
+    requested = recipe.train.micro_batch_tokens
+    if requested != "auto":
+        options.append(f"train.micro_batch_tokens below {requested}")
+    return f"use {', '.join(options)} or a smaller model" if options else "use a smaller model"
+
+
+def _describe_optimizer(plan: Plan) -> Iterator[str]:
+    """Lines about an optimizer that the recipe names by its import path."""
+    train, shape = plan.prepared.recipe.train, plan.shape
+    kind = optimizer_class(train)
+    if kind is None:
+        return
+    name = kind.path
+    others = shape.trained - shape.matrices
+    if kind.only_matrices:
+        yield (
+            f"optimizer: {name} for {shape.matrices:,} weights in matrices of hidden layers"
+            + (f", AdamW for the other {others:,} (embedding, head, norms, biases)" * bool(others))
+        )
+    else:
+        yield f"optimizer: {name}"
+    yield (
+        f"optimizer memory: {kind.state_bytes:.3g} bytes per weight, measured on one small matrix; "
+        f"temporary memory inside a step of {name} is unknown and not included"
+    )
+    if kind.has_modes and train.schedule != "constant":
+        yield (
+            f"{name} averages weights instead of lowering the learning rate: "
+            "set train.schedule: constant"
+        )
+
+
+def _describe_server(plan: Plan) -> Iterator[str]:
+    """The GPUs and the memory of a sampling server that the run starts on GPUs."""
+    server, recipe = plan.server, plan.prepared.recipe
+    if server is None:
+        return
+    gpus = ", ".join(map(str, server.devices))
+    shared = ", shared with training" if server.is_shared else ""
+    memory = "vLLM's default fraction of its memory"
+    size = 0.0
+    if plan.server_share is not None:
+        size = plan.server_share * torch.cuda.get_device_properties(plan.device).total_memory
+        memory = f"{plan.server_share:.0%} of its memory ({_gigabytes(size)})"
+    times = "while it samples (it sleeps during training)" if server.sleeps else "always"
+    yield f"server: GPU {gpus}{shared}, {memory} {times}; weights are sent by {server.transport}"
+    width = 2 if recipe.model.dtype == "bfloat16" else 4
+    weights = plan.shape.parameters * width // len(server.devices)
+    if plan.server_share is not None and size < MIN_SERVER * weights:
+        yield (
+            f"the server needs {_gigabytes(weights)} for its weights, and more for keys and "
+            f"values, but can use only {_gigabytes(size)}: use more GPUs (rollout.devices), "
+            f"model.lora, or a smaller model"
+        )
+
+
+def _describe_times(plan: Plan) -> list[str]:
+    prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
+    steps, measuring = plan.total_seconds, plan.evaluation_seconds
+    count = prepared.total_steps
+    parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())}"
+    if count > prepared.steps_per_epoch and plan.seconds(again=True) < plan.seconds():
+        parts += " in the first epoch, and less when reference log-probabilities are cached"
+    parts += f", {duration(measuring)} for evaluation" if measuring else ""
+    excluded = "sampling, scoring, evaluation, " if prepared.method.online else ""
+    lines = [
+        f"time: about {duration(steps + measuring)} ({parts}), without {excluded}loading the "
+        f"model and writing files"
+    ]
+    if (seconds := plan.round_seconds) is not None:
+        rounds = -(-prepared.total_steps // rollout.steps_per_round)
+        lines.append(
+            f"sampling: up to about {duration(seconds)} per round, {duration(rounds * seconds)} "
+            f"in total, if every completion has {rollout.max_new_tokens:,} tokens"
+        )
+    return lines
+
+
+def _describe_host_memory(plan: Plan) -> list[str]:
+    host = plan.memory.host
+    per_process = " each" if plan.processes > 1 else ""
+    return (
+        [f"host memory: {_gigabytes(host)}{per_process} for a copy while a checkpoint is written"]
+        if host
+        else []
+    )
+
+
+def _describe_checkpointing(plan: Plan) -> list[str]:
+    if plan.prepared.recipe.train.checkpointing != "auto":
+        return []
+    reason = "memory suffices" if plan.checkpointing == "off" else "needs less memory"
+    return [f"checkpointing: {plan.checkpointing} (auto: {reason})"]
+
+
+def _describe_split(plan: Plan) -> list[str]:
+    """How the weights are split over processes; empty for a single process."""
+    if plan.processes == 1:
+        full = plan.prepared.recipe.parallel.shard == "full"
+        line = "1 process: parallel.shard: full has no effect; add --nproc N to shard the weights"
+        return [line] if full else []
+    split = plan.split
+    weights = (
+        "all weights" if split.tensor == 1 else f"1/{split.tensor} of each layer (parallel.tensor)"
+    )
+    held = weights
+    if split.ways > 1:
+        held = f"1/{split.ways} of {weights}, their gradients and optimizer state"
+    replicas = plan.processes // (split.ways * split.tensor)
+    if split.ways > 1 and replicas > 1:
+        held += f", in {replicas} replicas (parallel.shard_size)"
+    auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
+    shared = "" if split.context == 1 else f"; {split.context} share each row (parallel.context)"
+    return [f"{plan.processes} processes: each holds {held}{auto}{shared}"]
+
+
+def _num_rows(units: Sequence[TokenizedExample]) -> NDArray[np.int64]:
+    """Distinct tokens of each of these examples."""
+    if isinstance(units, TokenizedDataset):
+        return units.num_unique_tokens
+    return np.fromiter(map(_rows, units), np.int64, len(units))
+
+
+def _rows(unit: TokenizedExample) -> int:
+    """Tokens computed for an example, whose completions share their prompt."""
+    return len(unit.prompt_ids) + sum(len(answer.ids) for answer in unit.answers)
+
+
+def _work(units: Sequence[TokenizedExample]) -> Work:
+    """Work of one pass over these examples as a single micro-batch."""
+    tree = StepPacker(units).tree
+    return Work(
+        tokens=len(tree.tokens),
+        scored=float(tree.loss_mask.sum()),
+        pairs=float((tree.position_ids + 1).sum()),
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
