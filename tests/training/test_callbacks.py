@@ -85,7 +85,7 @@ def test_all_events_in_their_order_and_after_a_resume(place: Path) -> None:
     ]
     assert records == [0, 1, 2, 3, 4]
     again = Recorder()
-    valence.train(**{**SETTINGS, "train.epochs": 2.5}, callbacks=[again])
+    valence.train(**{**SETTINGS, "train.max_steps": 5}, callbacks=[again])
     assert again.events[0] == ("start", 4)
     assert again.events[-1] == ("end", 5, "done")
 

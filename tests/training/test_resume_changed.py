@@ -112,8 +112,9 @@ def test_other_batches_are_refused_also_if_they_are_allowed(
     log = (killed_run / "metrics.jsonl").read_bytes()
     settings[section] |= change
     fix = (
-        "undo the change; or start a new run from the model of this one: run `valence export "
-        f"{killed_run} FOLDER`, and set model.name: FOLDER, and another run.dir"
+        f"undo the change of {difference.partition(':')[0]}, which cannot be allowed; or start a "
+        f"new run from the model of this one: run `valence export {killed_run} FOLDER`, and set "
+        "model.name: FOLDER, and another run.dir"
     )
     with raises_error("run-differs", where=f"run.dir: {killed_run}", fix=fix) as raised:
         train(settings, allow=[section])

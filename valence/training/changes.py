@@ -72,61 +72,19 @@ def changes(
     return _changed_settings(was.get("settings") or {}, prepared, rows) | rows
 
 
-def refuse_fixed(
+def refuse(
     changed: Mapping[str, str],
     was: Mapping[str, Any],
+    allow: Sequence[str],
     prepared: Prepared,
     folder: RunFolder,
     checkpoint: Path | None,
 ) -> None:
-    """Raise UserError for a change of fixed settings or rows.
+    """Raise UserError for a change that neither ``allow`` nor an earlier start permits, and for any
+    change of what is fixed.
 
-    was: settings and rows as the checkpoint records them. checkpoint: the newest one, if any.
-    """
-    fixed = [name for name in changed if FIXED.fullmatch(name)]
-    if not fixed:
-        return
-    message = (
-        "the folder contains a run with other settings or rows, with which it cannot be resumed:"
-    )
-    fixes = ["undo the change"]
-    if fixed == ["train.epochs"] and not _is_shorter(was["settings"], prepared):
-        fixes.append(f"to train longer, set train.max_steps: {prepared.total_steps} instead")
-    raise UserError(
-        "\n  ".join([message, *(changed[name] for name in fixed)]),
-        code="run-differs",
-        where=f"run.dir: {folder.path}",
-        fix="; or ".join([*fixes, start_from_model(folder, checkpoint)]),
-    )
-
-
-def start_from_model(folder: RunFolder, checkpoint: Path | None) -> str:
-    """The fix that starts a new run from the model of a run. checkpoint: its newest one, if any."""
-    models = [folder.path / "model"] if folder.facts.get("status") == "done" else []
-    models += [checkpoint / "model"] if checkpoint else []
-    model = next((path for path in models if path.is_dir()), None)
-    if model is None and checkpoint is None:
-        return "start over: `valence train RECIPE --fresh`; or choose another run.dir"
-    if model is None:
-        path = shlex.quote(str(folder.path))
-        settings = f"run `valence export {path} FOLDER`, and set model.name: FOLDER"
-    elif (model / "adapter_config.json").is_file():
-        settings = f"set model.adapter: {model} in place of model.lora"
-    else:
-        settings = f"set model.name: {model}"
-    return f"start a new run from the model of this one: {settings}, and another run.dir"
-
-
-def refuse(
-    changed: Mapping[str, str],
-    facts: Mapping[str, Any],
-    allow: Sequence[str],
-    prepared: Prepared,
-    path: Path,
-) -> None:
-    """Raise UserError for a change that neither ``allow`` nor an earlier start permits.
-
-    Also raised for a name in ``allow`` that is not a setting. facts: content of run.json.
+    Also raised for a name in ``allow`` that is not a setting. was: settings and rows as the newest
+    checkpoint records them. checkpoint: its folder, if there is one.
     """
     names = {*settings_of(prepared), *rows_of(prepared), *changed}
     for allowed in allow:
@@ -147,16 +105,41 @@ def refuse(
                 if meant
                 else "use a name from config.yaml in the run folder, such as train.learning_rate",
             )
-    known = _accepted(facts, prepared)
+    known = _accepted(folder.facts, prepared)
+    fixed = [name for name in changed if FIXED.fullmatch(name)]
     refused = [
         name
         for name in changed
-        if name not in known and not any(_within(name, allowed) for allowed in allow)
+        if fixed or (name not in known and not any(_within(name, allowed) for allowed in allow))
     ]
     if not refused:
         return
     lines = [f"  {changed[name]}" for name in refused[:MAX_LISTED]]
     lines += [f"  and {len(refused) - MAX_LISTED} more"] if len(refused) > MAX_LISTED else []
+    raise UserError(
+        "\n".join(["the folder contains a run with other settings or rows:", *lines]),
+        code="run-differs",
+        where=f"run.dir: {folder.path}",
+        fix=_fix_of_fixed(fixed, was, prepared, folder, checkpoint) if fixed else _fix_of(refused),
+    )
+
+
+def _fix_of_fixed(
+    fixed: Sequence[str],
+    was: Mapping[str, Any],
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpoint: Path | None,
+) -> str:
+    """The fix for changes that ``--allow`` does not accept."""
+    fixes = [f"undo the change of {', '.join(fixed)}, which cannot be allowed"]
+    if fixed == ["train.epochs"] and not _is_shorter(was["settings"], prepared):
+        fixes.append(f"to train longer, set train.max_steps: {prepared.total_steps} instead")
+    return "; or ".join([*fixes, start_from_model(folder, checkpoint)])
+
+
+def _fix_of(refused: Sequence[str]) -> str:
+    """The fix for changes that ``--allow`` accepts, by their names or those of their sections."""
     parents = {name.rpartition(".")[0] or name for name in refused}
     sections = sorted(p for p in parents if not any(_within(p, q) for q in parents - {p}))
     accepted = next(
@@ -164,13 +147,27 @@ def refuse(
         sorted({name.split(".")[0] for name in refused}),
     )
     options = " ".join(f"--allow {name}" for name in accepted)
-    raise UserError(
-        "\n".join(["the folder contains a run with other settings or rows:", *lines]),
-        code="run-differs",
-        where=f"run.dir: {path}",
-        fix=f"undo the change; or accept it: {options}; or start over: `valence train RECIPE "
-        f"--fresh`; or choose another run.dir",
+    return (
+        f"undo the change; or accept it: {options}; or start over: `valence train RECIPE --fresh`; "
+        "or choose another run.dir"
     )
+
+
+def start_from_model(folder: RunFolder, checkpoint: Path | None) -> str:
+    """The fix that starts a new run from the model of a run. checkpoint: its newest one, if any."""
+    models = [folder.path / "model"] if folder.facts.get("status") == "done" else []
+    models += [checkpoint / "model"] if checkpoint else []
+    model = next((path for path in models if path.is_dir()), None)
+    if model is None and checkpoint is None:
+        return "start over: `valence train RECIPE --fresh`; or choose another run.dir"
+    if model is None:
+        path = shlex.quote(str(folder.path))
+        settings = f"run `valence export {path} FOLDER`, and set model.name: FOLDER"
+    elif (model / "adapter_config.json").is_file():
+        settings = f"set model.adapter: {model} in place of model.lora"
+    else:
+        settings = f"set model.name: {model}"
+    return f"start a new run from the model of this one: {settings}, and another run.dir"
 
 
 def settings_of(prepared: Prepared) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from valence.training.changes import (
     differences,
     hashes_of,
     refuse,
-    refuse_fixed,
     rows_of,
     settings_of,
     start_from_model,
@@ -231,8 +230,7 @@ def _find_checkpoint(
     was = saved.facts if saved else folder.identity
     prepared = _as_recorded(prepared, was)
     changed = changes(folder.path, was, folder.facts, prepared)
-    refuse_fixed(changed, was, prepared, folder, saved.path if saved else None)
-    refuse(changed, folder.facts, allow, prepared, folder.path)
+    refuse(changed, was, allow, prepared, folder, saved.path if saved else None)
     return (str(saved.path), saved.step) if saved else None, was, changed
 
 
