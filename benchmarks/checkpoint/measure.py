@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.checkpoint.cases import Case, build
 from benchmarks.step.memory import peak_above_idle
-from valence.training import store
+from valence.training import state_files
 from valence.training.checkpoints import check
 from valence.training.trainer import Trainer
 
@@ -29,8 +29,8 @@ WARM_UP_STEPS, STEPS_BETWEEN_SAVES = 3, 4
 """Steps before the first measurement, and steps without a save before each save."""
 PARTS = ("snapshot", "write", "fsync", "checksum", "rename", "remove")
 PATCHED: tuple[tuple[str, Any, str], ...] = (
-    ("snapshot", store.Snapshot, "__init__"),
-    ("write", store.Snapshot, "write"),
+    ("snapshot", state_files.Snapshot, "__init__"),
+    ("write", state_files.Snapshot, "write"),
     ("fsync", os, "fsync"),
     ("checksum", hashlib, "file_digest"),
     ("rename", Path, "rename"),
@@ -203,7 +203,7 @@ def measure_resume(run: Trainer, path: Path) -> tuple[float, float, float]:
     timestamps = [time.perf_counter()]
     check(path)
     timestamps.append(time.perf_counter())
-    state = store.load(path)
+    state = state_files.load(path)
     timestamps.append(time.perf_counter())
     run.load_state_dict(state)
     timestamps.append(time.perf_counter())

@@ -32,7 +32,7 @@ from valence.distributed.process_group import ProcessGroup
 from valence.models.compiling import compile_layers
 from valence.models.policy_model import PolicyModel
 from valence.models.shape import decoder_layers
-from valence.training import checkpoints, store
+from valence.training import checkpoints, state_files
 
 DEADLINE = 60.0
 
@@ -60,7 +60,7 @@ def _values_and_gradients(policy: PolicyModel) -> tuple[Tensor, dict[str, Tensor
 
 def _full(tensor: Tensor) -> Tensor:
     """Return a copy of all of a tensor in the memory of the host."""
-    full: Tensor = tensor.full_tensor() if store.is_sharded(tensor) else tensor  # type: ignore[operator]
+    full: Tensor = tensor.full_tensor() if state_files.is_sharded(tensor) else tensor  # type: ignore[operator]
     return full.detach().to("cpu", copy=True)
 
 
@@ -81,7 +81,7 @@ def _num_unequal_saved(policy: PolicyModel, folder: Path, group: ProcessGroup) -
     files.wait()
     if messages := files.take_messages():
         raise RuntimeError("; ".join(messages))
-    saved = store.load(files.path(1), sharded_checkpoint.read, lazy=("weights",))["weights"]
+    saved = state_files.load(files.path(1), sharded_checkpoint.read, lazy=("weights",))["weights"]
     return sum(not torch.equal(saved[name].load(), value) for name, value in before.items())
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     sharded_logps, sharded_grads = _values_and_gradients(policy)
     figures = {
         "compiled": compiled,
-        "num_sharded": sum(store.is_sharded(p) for p in policy.parameters()),
+        "num_sharded": sum(state_files.is_sharded(p) for p in policy.parameters()),
         "logp_rms": rms(sharded_logps - logps),
         "grad": relative_distance(sharded_grads, grads),
         "unequal_saved": _num_unequal_saved(policy, folder / "checkpoints", group),

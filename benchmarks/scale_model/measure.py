@@ -81,9 +81,7 @@ class Variant:
 
     def step(self, tokens: int) -> None:
         """Run one optimizer step on ``rows(tokens)``."""
-        self.loss = float(
-            optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss
-        )
+        self.loss = float(optimizer_step(self.objective, self.optimizer, rows(tokens), 1.0)[0].loss)
 
     def operations(self, tokens: int) -> float:
         """Floating-point operations of a step that one process runs."""

@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "reports",
         "storage",
     ),
-    "export": ("types", "files", "storage", "data", "rollouts", "training.store"),
+    "export": ("types", "files", "storage", "data", "rollouts"),
     "evaluation": (
         "user_code",
         "storage",

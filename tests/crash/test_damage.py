@@ -20,7 +20,7 @@ from tests.crash.helpers import CASE, STEPS, Halt, Place, copy_as_killed, count_
 from tests.errors import check_error, raises_error
 from valence.training import saved_models
 from valence.training.checkpoints import Damaged, Saved, check
-from valence.training.restore import restore
+from valence.training.open_run import restore
 
 CASES = KTO_LORA, FULL_MODELS = ("kto, lora", "sft, whole models")
 STOPPED_IN = 11

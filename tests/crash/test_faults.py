@@ -22,7 +22,7 @@ from benchmarks.crash.trial import differences, newest
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
 from valence import storage
-from valence.training import checkpoints, store
+from valence.training import checkpoints, state_files
 from valence.training import folder as folders
 from valence.training.checkpoints import check
 
@@ -159,7 +159,7 @@ def test_weights_that_cannot_be_written_are_warned_of(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library for tensors has its own errors."""
-    run, write, calls = tmp_path / "run", store.save_file, itertools.count()
+    run, write, calls = tmp_path / "run", state_files.save_file, itertools.count()
 
     def full(tensors: Any, path: Any, *more: Any) -> None:
         write(tensors, path, *more)
@@ -167,7 +167,7 @@ def test_weights_that_cannot_be_written_are_warned_of(
             os.truncate(path, os.path.getsize(path) // 2)
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(store, "save_file", full)
+    monkeypatch.setattr(state_files, "save_file", full)
     assert place.train(KTO, run) == 0
     assert len([warning for warning in warnings_of(run) if "os error 28" in warning]) == 1
     assert complete_checkpoints(run)[-1] == STEPS

@@ -17,7 +17,7 @@ from tests.command import command
 from tests.crash.helpers import CASE, STEPS, Place, in_step
 from valence.models.cache import CachedReference
 from valence.training import model_files, start
-from valence.training.store import Snapshot
+from valence.training.state_files import Snapshot
 from valence.training.trainer import Trainer
 
 slow = pytest.mark.slow

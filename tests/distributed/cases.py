@@ -133,12 +133,12 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     for seed in (0, 1):
         meter = Meter()
         shares = (
-            [AuxiliaryLoss("sft", other, 0.3, units_for("sft", 2, seed), iter(()))]
-            if case.shares
-            else []
+            [AuxiliaryLoss("sft", other, 0.3, units_for("sft", 2, seed))] if case.shares else []
         )
         rows, following = units_for(case.loss, case.rows, seed), iter(units_for(case.loss, 3, 9))
-        outcome, norm, applied = optimizer_step(actual, optimizer, rows, following, 1.0, shares)
+        outcome, norm, applied = optimizer_step(
+            actual, optimizer, rows, 1.0, shares, plan=actual.plan(rows, following, backward=True)
+        )
         meter.pool(outcome.metrics)
         message.append(
             {"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group)

@@ -19,7 +19,7 @@ from tests.runs.test_shards import Model, differing
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
 from valence.training import checkpoints as checkpoint_files
-from valence.training import store
+from valence.training import state_files
 from valence.training.checkpoints import Checkpoints, check
 
 pytestmark = pytest.mark.dist
@@ -64,7 +64,7 @@ def saves(group: Group, folder: str) -> dict[str, Any]:
     results["written"] = (background.is_pending, background.steps(), background.failed)
 
     saved = Model(sharded=True)
-    saved.take(store.load(Path(folder, "background/step-2"), sharded_checkpoint.read, _HEAVY))
+    saved.take(state_files.load(Path(folder, "background/step-2"), sharded_checkpoint.read, _HEAVY))
     results["restored"] = differing(saved.numbers(), numbers)
 
     writer.may_write.clear()

@@ -285,12 +285,12 @@ def short(group: Group, sharded: bool) -> list[Any]:
     messages: list[MicroBatch | None] = []
     message = ""
     try:
-        actual.run(units_for("kto", 7, 0), iter(()), backward=True, progress=messages.append)
+        actual.run(units_for("kto", 7, 0), backward=True, progress=messages.append)
     except torch.OutOfMemoryError as error:
         message = str(error) if out_of_memory(error) else ""
     handle.remove()
     actual.micro_batch_tokens = 5
-    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), 1.0)
     return [message, len(messages), norm, full_weights(policy.named_parameters())]
 
 
@@ -377,7 +377,7 @@ def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
     policy, reference = models(Case("kto"))
     actual = objective("kto", policy, reference, budget=5)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    _, norm, _ = optimizer_step(actual, optimizer, units_for("kto", 7, 0), 1.0)
     for _, _, result, weights in ranks:
         assert result == pytest.approx(norm, rel=1e-9)
         assert distance(weights, full_weights(policy.named_parameters())) < 1e-12
@@ -402,6 +402,6 @@ def test_out_of_memory_of_a_single_process_raises_the_original_error() -> None:
 
     policy.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError, match="made up"):
-        actual.run(units_for("kto", 7, 0), iter(()), backward=True)
+        actual.run(units_for("kto", 7, 0), backward=True)
     with raises_error("out-of-memory", where="train.micro_batch_tokens"), final_out_of_memory(True):
         raise MemoryError

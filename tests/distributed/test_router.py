@@ -26,9 +26,9 @@ def step(group: Group, name: str, count: int, weight: float) -> dict[str, Any]:
     actual = objective(name, policy, reference, budget=1)
     actual.group, actual.router_aux_loss = group, weight
     sgd = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
-    outcome, norm, _ = optimizer_step(
-        actual, sgd, units_for(name, count), iter(units_for(name, 3, 9)), None
-    )
+    rows = units_for(name, count)
+    plan = actual.plan(rows, iter(units_for(name, 3, 9)), backward=True)
+    outcome, norm, _ = optimizer_step(actual, sgd, rows, None, plan=plan)
     meter = Meter()
     meter.pool(outcome.metrics)
     weights = torch.cat([p.detach().flatten() for p in policy.parameters()])

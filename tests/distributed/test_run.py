@@ -354,3 +354,26 @@ def test_the_same_number_of_processes_resumes_bit_for_bit(place: Path, tmp_path:
             for rank in run_in_processes(train, size, value, *stop, deadline=60.0):
                 assert (rank.error, rank.value) == ("", [ended])
         same(*names, rel=0.0)
+
+
+def gradients(group: Group, settings: Mapping[str, Any]) -> list[bool]:
+    """Whether the gradient of a batch is added to that of an earlier call, for each weight."""
+    run = valence.build_run(settings, group=group, quiet=True)
+    batch = next(run.batches())
+    run.loss_and_gradient(batch)
+    weights = [p for p in run.policy.parameters() if p.grad is not None]
+    once = [p.grad.clone() for p in weights if p.grad is not None]
+    run.loss_and_gradient(batch)
+    run.close()
+    return [
+        torch.allclose(p.grad, 2 * grad, rtol=1e-9, atol=1e-15)
+        for p, grad in zip(weights, once, strict=True)
+        if p.grad is not None
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_of_a_loop_add_up(processes: int, place: Path, tmp_path: Path) -> None:
+    ranks = run_in_processes(gradients, processes, written("kto, lora", place, tmp_path / "run"))
+    assert [rank.error for rank in ranks] == [""] * processes
+    assert all(rank.value and all(rank.value) for rank in ranks)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.process_groups import run
+from tests.errors import check_error
 from tests.units import models_for, objective, units_for
 from valence.distributed.context_parallel import context_parallel
 from valence.distributed.process_group import Group, SingleProcess
@@ -42,9 +43,8 @@ def steps(
         for seed in (0, 1):
             meter = Meter()
             rows = units_for(name, count, seed)
-            outcome, norm, applied = optimizer_step(
-                actual, optimizer, rows, iter(units_for(name, 3, 9)), 1.0
-            )
+            plan = actual.plan(rows, iter(units_for(name, 3, 9)), backward=True)
+            outcome, norm, applied = optimizer_step(actual, optimizer, rows, 1.0, plan=plan)
             meter.pool(outcome.metrics)
             message.append(
                 {"loss": float(outcome.loss), "norm": norm, "applied": applied}
@@ -113,3 +113,31 @@ def test_a_step_of_several_processes_is_that_of_one(
             assert result["tokens_of"] == item[0]["tokens_of"]
         assert sum(outcome["rows"] for outcome in item) == context * wanted["rows"], name
         assert len(item[0]["tokens_of"]) == size // context
+
+
+def without_memory(world: Group, place: str) -> None:
+    """A step of two processes that share tokens, in which memory runs out in rank 1 alone."""
+    group, neighbours = world.split(2, "context")
+    policy, reference = models_for("dpo")
+    for engine in (policy, reference.engine):  # type: ignore[union-attr]
+        context_parallel(engine, neighbours, world)
+    actual = objective("dpo", policy, reference, budget=40)
+    actual.group = group
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1 and place == "gradients":
+            patch.setattr(type(actual.gradient_group), "reduce_gradients", fail)
+        if world.rank == 1 and place == "sizes":
+            patch.setattr(type(actual), "_sum_over_ranks", fail)
+        optimizer_step(actual, optimizer, units_for("dpo", 4, 0), 1.0)
+
+
+@pytest.mark.parametrize("place", ["gradients", "sizes"])
+def test_out_of_memory_that_the_others_do_not_notice_is_an_error(place: str) -> None:
+    _, second = run(without_memory, 2, place, deadline=5.0)
+    assert second.mistake is not None
+    check_error(second.mistake, "out-of-memory", where="train.micro_batch_tokens")

@@ -23,7 +23,7 @@ from valence.evaluation.summary import JudgeSummary, Position, Rates
 from valence.evaluation.win_rate import Estimate
 from valence.jobs import sample_rows
 from valence.jobs.compare_models import ModelComparison
-from valence.training import restore
+from valence.training import open_run as runs
 
 __all__ = ["place"]
 
@@ -132,7 +132,7 @@ def test_with_all_answers_no_model_is_loaded_unless_its_files_have_changed(
 
     def open_run(target: str, *words: Any, **options: Any) -> Any:
         opened.append(target)
-        return restore.open_run(target, *words, **options)
+        return runs.open_run(target, *words, **options)
 
     monkeypatch.setattr(sample_rows, "open_run", open_run)
     assert compare() == first

@@ -245,7 +245,7 @@ def test_delta_is_the_mean_of_the_steps_before(name: str, settings: dict[str, An
             STEP_FORMULAS[name][0](step), rel=1e-6
         )  # delta is a number of 24 bits
         assert float(now.run(step.rows, backward=False).loss) == wanted
-        outcome, _, _ = optimizer_step(now, stands_still, step.rows, (), 1.0)
+        outcome, _, _ = optimizer_step(now, stands_still, step.rows, 1.0)
         assert float(outcome.loss) == wanted
         result = middle(step)
         middles += [] if result is None else [result]
@@ -282,7 +282,6 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
         build_objective("dpo", {}),
         torch.optim.SGD(policy.parameters(), lr=0.01),
         rows("preference"),
-        (),
         clip_norm,
     )
     moved = torch.cat(
@@ -434,9 +433,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_delta() -> None:
         replace(row, weight=math.inf if i == 2 else row.weight)
         for i, row in enumerate(rows("judgement"))
     ]
-    _, _, applied = optimizer_step(
-        now, torch.optim.SGD(policy.parameters(), lr=1.0), broken, (), 1.0
-    )
+    _, _, applied = optimizer_step(now, torch.optim.SGD(policy.parameters(), lr=1.0), broken, 1.0)
     assert not applied
     assert all(torch.equal(p, old) for p, old in zip(policy.parameters(), before, strict=True))
     assert (now.shift.delta, now.shift.steps) == (0.3, 2)

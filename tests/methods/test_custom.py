@@ -124,6 +124,7 @@ def test_what_follows_from_the_inputs() -> None:
         ("wrong_view", "loss-input-unknown"),
         ("wrong_modifier", "loss-field"),
         ("coupled_tokens", "loss-field"),
+        ("coupled_scores", "loss-field"),
         ("unhashable_setting", "loss-signature"),
         ("NotALoss", "method-not-callable"),
         ("constant", "method-not-callable"),

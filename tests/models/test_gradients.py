@@ -167,9 +167,9 @@ def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.Mon
         actual = objective(method, policy, reference, budget=40)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
         for seed in range(3):
-            optimizer_step(
-                actual, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0
-            )
+            rows = units_for(method, 6, seed)
+            plan = actual.plan(rows, iter(units_for(method, 3, 9)), backward=True)
+            optimizer_step(actual, optimizer, rows, 1.0, plan=plan)
         remaining = [p for p in policy.parameters() if MEMORY in vars(p)]
         assert bool(remaining) == (large == 0)
         results.append([p.detach() for p in policy.parameters()])

@@ -32,9 +32,9 @@ from valence.models.quantized import disable_cpu_repacking, states
 from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
 from valence.training.models import build_models
+from valence.training.open_run import restore
 from valence.training.plan import describe, make_plan
 from valence.training.prepare import Prepared, prepare
-from valence.training.restore import restore
 from valence.training.trainer import Trainer
 
 THUMBS = [

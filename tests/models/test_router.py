@@ -96,7 +96,7 @@ def step(
     grads: list[Tensor] = []
     sgd = torch.optim.SGD(weights(engine), lr=0.0)
     sgd.register_step_pre_hook(lambda *_: grads.append(gradients(engine)))
-    outcome, _, applied = optimizer_step(actual, sgd, units, (), None, shares)
+    outcome, _, applied = optimizer_step(actual, sgd, units, None, shares)
     assert applied
     meter = Meter()
     meter.pool(outcome.metrics)
@@ -249,7 +249,7 @@ def test_mixed_methods_share_one_average() -> None:
     def run(weight: float) -> tuple[Tensor, dict[str, float], Tensor, int]:
         sft = objective("sft", engine, None)
         sft.router_aux_loss = weight
-        return step(engine, weight, ROWS, shares=[AuxiliaryLoss("sft", sft, 0.3, mixed, ())])
+        return step(engine, weight, ROWS, shares=[AuxiliaryLoss("sft", sft, 0.3, mixed)])
 
     loss, _, gradient, _ = run(0.0)
     with_router, metrics, its_gradient, _ = run(WEIGHT)

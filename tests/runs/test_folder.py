@@ -15,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     actual = RunFolder(path)
     actual.claim()
-    actual.state(status="failed")
+    actual.record(status="failed")
     actual.close()
     return path
 

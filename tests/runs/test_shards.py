@@ -23,9 +23,9 @@ from valence import storage
 from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import Group
 from valence.errors import UserError
-from valence.training import store
+from valence.training import state_files
 from valence.training.checkpoints import Checkpoints, check
-from valence.training.store import Stored
+from valence.training.state_files import Stored
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
@@ -72,9 +72,11 @@ class Model:
         }
 
     def take(self, state: dict[str, Any]) -> None:
-        store.put(state["weights"]["values"], dict(self.net.named_parameters()))
-        store.put(state["reference"]["weights"], dict(self.reference.named_parameters()))
-        self.optimizer.load_state_dict(store.for_optimizer(state["optimizer"], self.optimizer))
+        state_files.put(state["weights"]["values"], dict(self.net.named_parameters()))
+        state_files.put(state["reference"]["weights"], dict(self.reference.named_parameters()))
+        self.optimizer.load_state_dict(
+            state_files.for_optimizer(state["optimizer"], self.optimizer)
+        )
 
     def numbers(self) -> dict[str, Tensor]:
         """All tensors, gathered."""
@@ -161,7 +163,7 @@ def _write_model(folder: Path) -> None:
 
 
 FAULTS: list[tuple[int, Any, str]] = [
-    (0, store.Snapshot, "write"),
+    (0, state_files.Snapshot, "write"),
     (0, Path, "mkdir"),
     (2, Path, "is_dir"),
     (3, HuggingFaceStorageWriter, "write_data"),
@@ -187,7 +189,7 @@ def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[l
     after one more step.
     """
     model = Model(sharded=True)
-    model.take(store.load(Path(folder), sharded_checkpoint.read, HEAVY))
+    model.take(state_files.load(Path(folder), sharded_checkpoint.read, HEAVY))
     wrong = [differing(model.numbers(), numbers[0])]
     model.step()
     result = model.numbers()
@@ -205,7 +207,7 @@ def test_a_checkpoint_of_four_is_loaded_by_one(
     saved: tuple[Path, list[dict[str, Any]]], alone: Any
 ) -> None:
     model = Model(sharded=False)
-    state = store.load(check(saved[0] / "step-5").path, sharded_checkpoint.read)
+    state = state_files.load(check(saved[0] / "step-5").path, sharded_checkpoint.read)
     assert state["counters"] == {"step": 2}
     assert state["random"][0].equal(torch.arange(5))
     weights = state["weights"]["values"]
@@ -219,12 +221,13 @@ def test_a_checkpoint_of_four_is_loaded_by_one(
         for name, value in alone[1][0].items()
         if value.ndim > 1
     }
-    assert store.load_tensors(weights)["0.weight"].equal(weights["0.weight"].load())
+    assert state_files.load_tensors(weights)["0.weight"].equal(weights["0.weight"].load())
     with raises_error("checkpoint-damaged"):
         weights["0.weight"].into(torch.zeros(7, 5))
     with pytest.raises(TypeError, match=f"{saved[0] / 'step-5'} .*0.weight"):
-        store.put(
-            store.load(saved[0] / "step-5")["weights"]["values"], dict(model.net.named_parameters())
+        state_files.put(
+            state_files.load(saved[0] / "step-5")["weights"]["values"],
+            dict(model.net.named_parameters()),
         )
 
 
@@ -234,7 +237,7 @@ def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str,
     """
     folder, ranks = saved
     model = Model(sharded=False)
-    model.take(store.load(folder / "step-5", sharded_checkpoint.read))
+    model.take(state_files.load(folder / "step-5", sharded_checkpoint.read))
     model.step()
     return str(folder / "step-5"), [ranks[0]["numbers"], model.numbers()]
 
@@ -311,7 +314,7 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_on
 def test_sharded_tensors_are_not_saved_without_a_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "is_sharded", lambda tensor: True)
+    monkeypatch.setattr(state_files, "is_sharded", lambda tensor: True)
     with pytest.raises(TypeError, match=f"{tmp_path}.*weight"):
         Checkpoints(tmp_path, None).save(1, {"weight": torch.ones(3)}, {}, wait=True)
 

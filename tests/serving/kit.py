@@ -23,7 +23,7 @@ from valence.serving.app import FeedbackService, application
 from valence.serving.chat import Answer, ChatModel
 from valence.serving.feedback import FeedbackStore
 from valence.serving.prompts import PromptQueue
-from valence.training.restore import open_run
+from valence.training.open_run import open_run
 from valence.training.trainer import Trainer
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from valence.rollouts.continuous import ContinuousBatch
 from valence.serving import app as app_module
 from valence.serving.app import DEFECT, HEADERS, MAX_BODY
 from valence.serving.chat import ChatModel
-from valence.training.restore import open_run
+from valence.training.open_run import open_run
 
 Serve = Callable[..., Served]
 

@@ -22,7 +22,7 @@ from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch
 from valence.serving.chat import Answer, ChatModel, TextStream
-from valence.training.restore import open_run
+from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 
 

@@ -24,7 +24,7 @@ from valence.serving.experiment import Experiment, ServedRun, ab_path, read_resu
 from valence.serving.feedback import FeedbackStore
 from valence.serving.model_service import ModelService, application
 from valence.serving.prompts import PromptQueue
-from valence.training.restore import open_run
+from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 from valence.training.trainer import Trainer
 

@@ -26,8 +26,8 @@ from valence.config.load import load_recipe
 from valence.jobs.sample_rows import Draws, sample_rows
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
+from valence.training.open_run import restore
 from valence.training.prepare import Prepared, prepare
-from valence.training.restore import restore
 from valence.training.start import show_audit
 
 PAIRS = [

@@ -18,7 +18,7 @@ from tests.tiny_models import tiny
 from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
 from valence.training.model_files import ModelWriter
-from valence.training.restore import restore
+from valence.training.open_run import restore
 
 
 def status(path: Path) -> str:

@@ -274,7 +274,7 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
 
     def fill(_: Trainer, record: Any) -> None:
         if record["step"] == 4:
-            monkeypatch.setattr("valence.training.store.save_file", full)
+            monkeypatch.setattr("valence.training.state_files.save_file", full)
 
     run = build_run(settings, quiet=True, callbacks=[fill])
     with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:

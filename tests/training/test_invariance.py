@@ -135,9 +135,9 @@ def step(
         method, pair.policy, pair.reference, budget=budget, max_length=200, **settings
     )
     stands_still = torch.optim.SGD(pair.policy.parameters(), lr=0.0)
-    outcome, norm, applied = optimizer_step(
-        actual, stands_still, [rows[i] for i in chosen], (rows[i] for i in following), clip_norm=1.0
-    )
+    examples = [rows[i] for i in chosen]
+    plan = actual.plan(examples, (rows[i] for i in following), backward=True)
+    outcome, norm, applied = optimizer_step(actual, stands_still, examples, 1.0, plan=plan)
     assert applied
     meter = Meter()
     for name in ("kl", "kl/raw"):

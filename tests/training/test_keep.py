@@ -14,8 +14,8 @@ from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
-from valence.training import store
-from valence.training.restore import restore
+from valence.training import state_files
+from valence.training.open_run import restore
 from valence.training.trainer import Trainer
 
 __all__ = ["folder", "settings"]
@@ -69,13 +69,13 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     monkeypatch.setattr(
         Trainer, "_evaluate_and_record", lambda run: {"eval/loss": losses[run.step]}
     )
-    really = store.save_file
+    really = state_files.save_file
 
     def none_left(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     def full(run: Trainer, record: dict[str, Any]) -> None:
-        monkeypatch.setattr(store, "save_file", none_left if record["step"] == 4 else really)
+        monkeypatch.setattr(state_files, "save_file", none_left if record["step"] == 4 else really)
 
     train(settings, callbacks=[full])
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [

@@ -88,12 +88,10 @@ def test_each_method_is_averaged_over_its_rows(budget: int) -> None:
             torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         )
     before = torch.cat([p.detach().flatten() for p in policy.parameters() if p.grad is not None])
-    share = AuxiliaryLoss(
-        "sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ()
-    )
+    share = AuxiliaryLoss("sft", objective("sft", policy, reference, budget=budget), 0.25, shown)
     sgd = torch.optim.SGD(policy.parameters(), lr=1.0)
     main = objective("kto", policy, reference, budget=budget)
-    outcome, _, applied = optimizer_step(main, sgd, judged, (), None, [share])
+    outcome, _, applied = optimizer_step(main, sgd, judged, None, [share])
     assert applied
     assert float(outcome.loss) == pytest.approx(losses[0] + 0.25 * losses[1], rel=1e-12)
     moved = before - torch.cat([p.detach().flatten() for p in policy.parameters()])
@@ -121,13 +119,11 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
     """Whatever the policy is sampled at."""
     policy, reference = policy_and_reference()
     judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
-    share = AuxiliaryLoss("sft", objective("sft", policy, reference), 0.25, shown, ())
+    share = AuxiliaryLoss("sft", objective("sft", policy, reference), 0.25, shown)
     wanted = float(objective("sft", policy, reference).run(shown, backward=False).loss)
     policy.temperature = 0.5
     sgd = torch.optim.SGD(policy.parameters(), lr=0.0)
-    outcome, _, _ = optimizer_step(
-        objective("kto", policy, reference), sgd, judged, (), None, [share]
-    )
+    outcome, _, _ = optimizer_step(objective("kto", policy, reference), sgd, judged, None, [share])
     (result,) = outcome.metrics["sft/loss"]
     assert float(result.total) == pytest.approx(wanted, rel=1e-12)
     assert policy.temperature == 0.5

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.errors import raises_error
 from valence.config.schema import Recipe
-from valence.training import store
+from valence.training import state_files
 from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
 
 # PyTorch's names for them, and those of bitsandbytes
@@ -176,10 +176,10 @@ def test_the_state_of_an_optimizer_survives_its_file(
     through, stopped, other = (_model_and_optimizer(kind) for _ in range(3))
     _train(through, range(5))
     _train(stopped, range(3))
-    store.Snapshot(
+    state_files.Snapshot(
         {"weights": dict(stopped[0].state_dict()), "optimizer": stopped[1].state_dict()}
     ).write(tmp_path)
-    saved = store.load(tmp_path)
+    saved = state_files.load(tmp_path)
     other[0].load_state_dict(saved["weights"])
     other[1].load_state_dict(saved["optimizer"])
     _train(other, range(3, 5))

@@ -20,6 +20,7 @@ from tests.training.resuming import Undisturbed, killed, resumed_steps, settings
 from tests.training.test_run import recipe
 from valence.config.schema import Recipe
 from valence.models.shape import hidden_matrices
+from valence.training.open_run import restore
 from valence.training.optim import (
     AdamW,
     CombinedOptimizer,
@@ -29,7 +30,6 @@ from valence.training.optim import (
     recipe_optimizer,
 )
 from valence.training.plan import describe, make_plan
-from valence.training.restore import restore
 from valence.training.trainer import Trainer
 
 SCHEDULE_FREE = "schedulefree.AdamWScheduleFree"

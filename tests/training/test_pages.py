@@ -21,8 +21,8 @@ from valence.models import speed
 from valence.reports import page
 from valence.storage import atomic_write
 from valence.training import trainer as pages
+from valence.training.open_run import restore
 from valence.training.out_of_memory import peak_memory
-from valence.training.restore import restore
 
 
 class Clock:

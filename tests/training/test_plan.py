@@ -27,11 +27,11 @@ from valence.models import speed
 from valence.models.build import DTYPES
 from valence.models.memory import NCCL_BUFFERS
 from valence.reports.formatting import duration
-from valence.training import models, plan, store
+from valence.training import models, plan, state_files
 from valence.training.memory import SLEEPING_SERVER
+from valence.training.open_run import restore
 from valence.training.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.training.prepare import prepare
-from valence.training.restore import restore
 from valence.training.trainer import Trainer
 
 WORDS = "one two three four five six seven eight nine ten"
@@ -166,7 +166,7 @@ def test_the_number_is_written_down_and_kept(
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=OBJECTS, quiet=True)
     assert again.state.budget.at(0, "training") == MIN_TOKENS
-    again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
+    again.load_state_dict(state_files.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == largest
     assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == largest
     resumed = build_run(recipe, rows=OBJECTS, quiet=True)

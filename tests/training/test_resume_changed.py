@@ -29,7 +29,7 @@ from tests.training.test_run import ROWS, written
 from valence.methods.learning_rates import LEARNING_RATES
 from valence.models.policy_model import PolicyModel
 from valence.training import models, plan
-from valence.training.restore import restore
+from valence.training.open_run import restore
 from valence.training.track import Counters
 
 # Settings

@@ -22,9 +22,9 @@ from tests.tiny_models import tiny
 from valence import cli
 from valence.config.load import load_recipe
 from valence.training.models import build_models
+from valence.training.open_run import restore
 from valence.training.plan import make_plan
 from valence.training.prepare import prepare
-from valence.training.restore import restore
 
 FILMS = [
     {

@@ -17,7 +17,7 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
-from valence.training.restore import restore
+from valence.training.open_run import restore
 from valence.training.trainer import Trainer
 
 ROWS = [

@@ -20,7 +20,7 @@ from valence.reports.rundata import read_run
 from valence.reports.runs import config_of, list_runs, place_of_run
 from valence.reports.sinks import JsonlSink
 from valence.storage import add_checksum, add_checksum_line, verify, verify_text
-from valence.training.restore import restore
+from valence.training.open_run import restore
 
 __all__ = ["folder", "settings"]
 

@@ -23,8 +23,8 @@ from tests.programs import Program
 from valence.distributed.process_group import Group
 from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
 from valence.training import models
+from valence.training.open_run import restore
 from valence.training.reference_cache import score
-from valence.training.restore import restore
 
 COUNT = 13
 ROWS = [

@@ -15,7 +15,7 @@ from tests.simulated_cuda import CUDA, simulated_device
 from tests.tiny import tiny_tokenizer
 from tests.training.online import recipes
 from tests.training.test_run import recipe
-from valence.training.restore import restore
+from valence.training.open_run import restore
 
 LORA = {"lora": {"rank": 4}}
 

@@ -16,7 +16,7 @@ from tests.errors import raises_error
 from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
 from valence.training.callbacks import Callbacks
-from valence.training.store import Registry, Snapshot, StateFunctions, load
+from valence.training.state_files import Registry, Snapshot, StateFunctions, load
 from valence.training.trainer import Trainer
 
 NOT_STATE = {

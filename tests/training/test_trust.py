@@ -19,7 +19,7 @@ from tests.tiny_models import tiny
 from tests.training.conftest import SharedRuns, copy_run
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
-from valence.training.restore import restore
+from valence.training.open_run import restore
 from valence.training.reward_models import reward_model
 
 __all__ = ["folder"]

@@ -59,9 +59,9 @@ def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None
         policy, reference = moved(*models_for("kto"))
         actual = objective("kto", policy, reference, budget=30)
         optimizer = torch.optim.AdamW(policy.parameters())
-        _, _, applied = optimizer_step(
-            actual, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0
-        )
+        rows = units_for("kto")
+        plan = actual.plan(rows, iter(units_for("kto", 3, 9)), backward=True)
+        _, _, applied = optimizer_step(actual, optimizer, rows, 1.0, plan=plan)
         assert applied
         assert len(waits) == 1
         assert waits[0].startswith("step.py:optimizer_step:")

@@ -113,7 +113,7 @@ def collect(
     from valence.serving.feedback import FeedbackStore
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket, serve
-    from valence.training.restore import open_run
+    from valence.training.open_run import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]

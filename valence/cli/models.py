@@ -291,7 +291,7 @@ def open_run_or_recipe(
     """
     from valence.config.load import LISTS
     from valence.targets import load_target
-    from valence.training.restore import open_recipe, restore
+    from valence.training.open_run import open_recipe, restore
 
     needed = set(lists)
     if needed & {"train", "eval"} and load_target(str(target), overrides).recipe.data.split:

@@ -124,7 +124,7 @@ def serve(
     from valence.serving.prompts import PromptQueue
     from valence.serving.run import open_socket
     from valence.serving.run import serve as run_server
-    from valence.training.restore import open_run
+    from valence.training.open_run import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]

@@ -38,8 +38,8 @@ from valence.reports.console import Progress
 from valence.storage import add_checksum, read_json, verify
 from valence.targets import load_target
 from valence.terminal import print_message
+from valence.training.open_run import open_run
 from valence.training.prepare import prepare
-from valence.training.restore import open_run
 from valence.training.saved_models import At
 from valence.training.trainer import Trainer
 from valence.types import content_id

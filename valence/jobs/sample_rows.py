@@ -35,7 +35,7 @@ from valence.rollouts.protocol import Sampling
 from valence.storage import Journal, writing
 from valence.targets import is_run, load_target, with_files
 from valence.training.evaluate import as_text
-from valence.training.restore import open_run
+from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler, check_can_generate
 from valence.training.saved_models import At
 from valence.training.trainer import Trainer

@@ -92,8 +92,8 @@ def _check_fields(loss: Loss, target: str) -> None:
             names = ", ".join(str(item) for item in allowed if item)
             problem = f"{name} is {value!r}, which does not fit"
             _refuse(loss.fn, target, "field", problem, f"set {name} to one of {names}")
-    if loss.couples and loss.average in PER_TOKEN:
-        problem = "couples is only possible for losses of pairs and completions"
+    if loss.couples and loss.view not in ("seq", "pair"):
+        problem = "couples is only possible for losses of the views seq and pair"
         _refuse(loss.fn, target, "field", problem, "remove couples")
     settings = attempt(lambda: loss.settings)
     if isinstance(settings, Raised):

@@ -1,4 +1,8 @@
-"""Compare the settings and rows of a recipe with those of the run in its folder."""
+"""Compare the settings and rows of a recipe with those of the run in its folder.
+
+FREE settings may always differ, FIXED ones and training rows never. Every other difference needs
+``--allow``.
+"""
 
 from __future__ import annotations
 
@@ -60,21 +64,23 @@ MAX_LISTED = 12
 
 
 def changes(
-    path: Path, was: Mapping[str, Any], facts: Mapping[str, Any], prepared: Prepared
+    path: Path, recorded: Mapping[str, Any], facts: Mapping[str, Any], prepared: Prepared
 ) -> dict[str, str]:
     """Describe each setting and list of rows that differs from the previous run.
 
-    path: the run's folder. was: settings and rows as its checkpoint records them. facts: content of
+    path: the run's folder. recorded: settings and rows in its checkpoint. facts: content of
     run.json, which describes the last start.
     """
     last_rows = facts.get("rows") or {}
-    rows = _changed_rows(path, was["rows"], last_rows, prepared) if was.get("rows") else {}
-    return _changed_settings(was.get("settings") or {}, prepared, rows) | rows
+    rows = (
+        _changed_rows(path, recorded["rows"], last_rows, prepared) if recorded.get("rows") else {}
+    )
+    return _changed_settings(recorded.get("settings") or {}, prepared, rows) | rows
 
 
 def refuse(
     changed: Mapping[str, str],
-    was: Mapping[str, Any],
+    recorded: Mapping[str, Any],
     allow: Sequence[str],
     prepared: Prepared,
     folder: RunFolder,
@@ -83,8 +89,8 @@ def refuse(
     """Raise UserError for a change that neither ``allow`` nor an earlier start permits, and for any
     change of what is fixed.
 
-    Also raised for a name in ``allow`` that is not a setting. was: settings and rows as the newest
-    checkpoint records them. checkpoint: its folder, if there is one.
+    Also raised for a name in ``allow`` that is not a setting. recorded: settings and rows in the
+    newest checkpoint. checkpoint: its folder, if there is one.
     """
     names = {*settings_of(prepared), *rows_of(prepared), *changed}
     for allowed in allow:
@@ -120,20 +126,22 @@ def refuse(
         "\n".join(["the folder contains a run with other settings or rows:", *lines]),
         code="run-differs",
         where=f"run.dir: {folder.path}",
-        fix=_fix_of_fixed(fixed, was, prepared, folder, checkpoint) if fixed else _fix_of(refused),
+        fix=_fix_of_fixed(fixed, recorded, prepared, folder, checkpoint)
+        if fixed
+        else _fix_of(refused),
     )
 
 
 def _fix_of_fixed(
     fixed: Sequence[str],
-    was: Mapping[str, Any],
+    recorded: Mapping[str, Any],
     prepared: Prepared,
     folder: RunFolder,
     checkpoint: Path | None,
 ) -> str:
     """The fix for changes that ``--allow`` does not accept."""
     fixes = [f"undo the change of {', '.join(fixed)}, which cannot be allowed"]
-    if fixed == ["train.epochs"] and not _is_shorter(was["settings"], prepared):
+    if fixed == ["train.epochs"] and not _is_shorter(recorded["settings"], prepared):
         fixes.append(f"to train longer, set train.max_steps: {prepared.total_steps} instead")
     return "; or ".join([*fixes, start_from_model(folder, checkpoint)])
 
@@ -208,9 +216,11 @@ def _machine(world: Group) -> dict[str, Any]:
     }
 
 
-def differences(was: Mapping[str, Any], policy: PolicyModel, world: Group) -> list[str]:
+def machine_differences(
+    recorded: Mapping[str, Any], policy: PolicyModel, world: Group
+) -> list[str]:
     """Differences of machine, versions and backends, on which the last digits of results depend."""
-    before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
+    before = {**(recorded.get("versions") or {}), **(recorded.get("choices") or {})}
     here = versions() | _machine(world) | _backends(policy)
     return [
         f"{name} {before[name]} then, {here[name]} now"
@@ -228,33 +238,41 @@ def _accepted(facts: Mapping[str, Any], prepared: Prepared) -> set[str]:
 
     That start may be later than the newest checkpoint.
     """
-    now, was = (
+    now, recorded = (
         settings_of(prepared) | rows_of(prepared),
         {**(facts.get("settings") or {}), **(facts.get("rows") or {})},
     )
-    return {name for name in now.keys() | was.keys() if was and now.get(name) == was.get(name)}
+    return {
+        name
+        for name in now.keys() | recorded.keys()
+        if recorded and now.get(name) == recorded.get(name)
+    }
 
 
 def _changed_settings(
-    was: Mapping[str, Any], prepared: Prepared, rows: Mapping[str, str]
+    recorded: Mapping[str, Any], prepared: Prepared, rows: Mapping[str, str]
 ) -> dict[str, str]:
     """Describe changed settings that need permission.
 
     Left out: settings in FREE, a number of steps that does not get smaller, a number of epochs that
     train.max_steps overrides, and where the same rows are.
     """
-    now, settings = settings_of(prepared) if was else {}, prepared.source.settings
+    now, settings = settings_of(prepared) if recorded else {}, prepared.source.settings
     changed: dict[str, str] = {}
-    for name in sorted(was.keys() | now.keys()):
-        before, after = was.get(name), now.get(name)
+    for name in sorted(recorded.keys() | now.keys()):
+        before, after = recorded.get(name), now.get(name)
         if before == after or name in FREE or name.startswith("run.sinks"):
             continue
         setting = settings.get(name)  # None for the code of a user's loss
-        if name not in was and setting is not None and setting.is_default:  # new in this version
+        if (
+            name not in recorded and setting is not None and setting.is_default
+        ):  # new in this version
             continue
-        if name == "train.max_steps" and not _is_shorter(was, prepared):
+        if name == "train.max_steps" and not _is_shorter(recorded, prepared):
             continue
-        if name == "train.epochs" and (was.get("train.max_steps") or now.get("train.max_steps")):
+        if name == "train.epochs" and (
+            recorded.get("train.max_steps") or now.get("train.max_steps")
+        ):
             continue
         file_setting = FILE_SETTING.fullmatch(name)
         if file_setting and file_setting[1] not in rows:
@@ -269,9 +287,9 @@ def _changed_settings(
     return changed
 
 
-def _is_shorter(was: Mapping[str, Any], prepared: Prepared) -> bool:
+def _is_shorter(recorded: Mapping[str, Any], prepared: Prepared) -> bool:
     """Whether the recipe asks for fewer steps than the settings ``was`` would on the same rows."""
-    before = prepared.num_steps(was["train.epochs"], was["train.max_steps"])
+    before = prepared.num_steps(recorded["train.epochs"], recorded["train.max_steps"])
     return prepared.total_steps < before
 
 
@@ -335,19 +353,21 @@ def mark_training_rows(path: Path, prepared: Prepared) -> Prepared:
 
 
 def _changed_rows(
-    path: Path, was: Mapping[str, Any], last_rows: Mapping[str, Any], prepared: Prepared
+    path: Path, recorded: Mapping[str, Any], last_rows: Mapping[str, Any], prepared: Prepared
 ) -> dict[str, str]:
     """last_rows: rows at the last start, of which the folder has the hashes."""
     now = rows_of(prepared)
-    names = [name for name in sorted(now.keys() | was.keys()) if was.get(name) != now.get(name)]
+    names = [
+        name for name in sorted(now.keys() | recorded.keys()) if recorded.get(name) != now.get(name)
+    ]
     saved = _saved_hashes(path / ROWS) if names else {}
     corpora = {_list(name): corpus for name, corpus in prepared.corpora.items()}
     return {
         name: _describe_change(
             name,
-            was.get(name) or {"rows": 0},
+            recorded.get(name) or {"rows": 0},
             # a start that was killed before its first save has other rows than the checkpoint
-            saved.get(name) if last_rows.get(name) == was.get(name) else None,
+            saved.get(name) if last_rows.get(name) == recorded.get(name) else None,
             corpora.get(name),
         )
         for name in names
@@ -360,19 +380,19 @@ def _list(corpus: str) -> str:
 
 
 def _describe_change(
-    name: str, was: Mapping[str, Any], saved: torch.Tensor | None, corpus: Corpus | None
+    name: str, recorded: Mapping[str, Any], saved: torch.Tensor | None, corpus: Corpus | None
 ) -> str:
     """Describe how a list of rows differs.
 
-    was: its number of rows and their digest in the checkpoint. saved: the hashes of these rows, if
-    they are known.
+    recorded: its number of rows and their digest in the checkpoint. saved: the hashes of these
+    rows, if they are known.
     """
-    before = was["rows"]
+    before = recorded["rows"]
     counts = f"{name}: {before} rows then, {len(corpus.units) if corpus else 'none'} now"
     if corpus is None:
         return counts
     num_appended = len(corpus.units) - before
-    if num_appended > 0 and was.get("digest") == _digest(corpus, _in_order(name), before):
+    if num_appended > 0 and recorded.get("digest") == _digest(corpus, _in_order(name), before):
         first = corpus.units.origins[before]
         return f"{counts}: {num_appended} were appended, the first is {first}"
     if saved is None:

@@ -28,7 +28,7 @@ from valence.storage import atomic_folder, fsync_path, part_path, read_json, ren
 from valence.training.folder import Messages, RunFolder
 from valence.training.model_files import ModelWriter, SavedWith
 from valence.training.state import TrainState
-from valence.training.store import PLAIN, Snapshot, State, Write, agreed
+from valence.training.state_files import PLAIN, Snapshot, State, Write, agreed
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.data.sampler import canonical_order
 from valence.distributed.process_group import Group, gather_objects
 from valence.training.metrics import Meter
-from valence.training.step import Objective, SequenceResult
+from valence.training.step import Objective, SequenceResult, final_out_of_memory
 from valence.types import (
     Chat,
     Content,
@@ -57,9 +57,10 @@ def evaluate(
     order = canonical_order(units, 0, 0)
     policy = objective.policy.eval()
     try:
-        outcome = objective.run(
-            [units[i] for i in order], backward=False, rows=True, progress=progress
-        )
+        with final_out_of_memory(objective.has_collectives):
+            outcome = objective.run(
+                [units[i] for i in order], backward=False, rows=True, progress=progress
+            )
     finally:
         policy.train()
     meter = Meter()

@@ -23,7 +23,7 @@ from valence.training.rounds import Rounds, describe_exclusions
 from valence.training.sampling import NOT_FINITE_FIX
 from valence.training.signals import Interrupted
 from valence.training.state import HEAVY
-from valence.training.store import Snapshot
+from valence.training.state_files import Snapshot
 from valence.training.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def run_to_end(trainer: Trainer) -> Trainer:
                 phase(trainer, folder)
             _report_cache(trainer)
             trainer.stop.check()
-            folder.state(finished=now(), seconds=seconds(), steps=trainer.step)
+            folder.record(finished=now(), seconds=seconds(), steps=trainer.step)
             trainer.messages.print("writing the model")
             trainer.model_writer.write(folder.path / "model", trainer.recipe.run.export)
         status = "done"
@@ -72,10 +72,10 @@ def run_to_end(trainer: Trainer) -> Trainer:
                 trainer.log.close(status)
                 for message in output_errors():
                     folder.note("warnings", message)
-                folder.state(finished=now(), seconds=seconds(), steps=trainer.step)
+                folder.record(finished=now(), seconds=seconds(), steps=trainer.step)
                 if trainer.pages is not None:
                     trainer.pages.write(status)
-                folder.state(status=status)  # last: what is done is not done again
+                folder.record(status=status)  # last: what is done is not done again
         try:
             if not at_once:
                 trainer.callbacks.on_end(trainer, status)
@@ -90,11 +90,11 @@ def _report_end(trainer: Trainer, folder: RunFolder) -> None:
         is_planned = bool(trainer.state.early_stop.exhausted)
         report = trainer.messages.note_once if is_planned else trainer.messages.warn
         report(f"training ended at step {trainer.step} of {trainer.total_steps}: {reason}")
-        folder.state(ended_early=reason)
+        folder.record(ended_early=reason)
     if isinstance(trainer.examples, Rounds) and trainer.examples.exclusions:
         exclusions = trainer.examples.exclusions
         trainer.messages.note_once(f"not imitated: {describe_exclusions(exclusions)}")
-        folder.state(exclusions=dict(exclusions))
+        folder.record(exclusions=dict(exclusions))
     best = trainer.state.best
     if best.criterion is not None and best.step not in (None, trainer.step):
         trainer.messages.note_once(
@@ -160,7 +160,7 @@ def _report_cache(trainer: Trainer) -> None:
             sum,
             zip(*gather_objects(trainer.state.group, [cached.hits, cached.misses]), strict=True),
         )
-        trainer.folder.state(
+        trainer.folder.record(
             reference_cache={
                 "folder": str(cached.folder),
                 "hits": cached.hits,

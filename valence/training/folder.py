@@ -183,7 +183,7 @@ class RunFolder:
             atomic_write(target, raw, self.path)
         return target
 
-    def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
+    def write_or_retry(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
         """Write a file; after a failure, warn once and retry with each checkpoint."""
         if not self.writes:
             return
@@ -200,7 +200,7 @@ class RunFolder:
             self._has_warned = True
 
     def sync(self) -> None:
-        """Write all files that ``keep`` could not write. Raises OSError."""
+        """Write all files that ``write_or_retry`` could not write. Raises OSError."""
         with self._guard:
             for name in list(self._unwritten):
                 atomic_write(self.path / name, self._unwritten[name], self.path)
@@ -212,22 +212,22 @@ class RunFolder:
         """The facts of the run that each checkpoint records."""
         return {name: self.facts.get(name) for name in IDENTITY}
 
-    def state(self, **facts: Any) -> None:
+    def record(self, **facts: Any) -> None:
         """Add facts to run.json: the command, versions, times, status."""
         self.facts |= facts
-        self.keep("run.json", add_checksum(self.facts))
+        self.write_or_retry("run.json", add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
         """Add a line to the notes or warnings in run.json; resumed runs repeat some of them."""
         if message not in self.facts.get(kind, []):
-            self.state(**{kind: [*self.facts.get(kind, []), message]})
+            self.record(**{kind: [*self.facts.get(kind, []), message]})
 
     def evaluation(
         self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
     ) -> None:
         """Write eval/step-N.json with all rows and numbers, and eval/step-N.txt for readers."""
-        self.keep(f"eval/step-{step}.json", as_json(step, metrics, rows))
-        self.keep(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
+        self.write_or_retry(f"eval/step-{step}.json", as_json(step, metrics, rows))
+        self.write_or_retry(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
 
 
 def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:

@@ -31,7 +31,7 @@ from valence.storage import atomic_folder, part_path, read_json, rename
 from valence.training.folder import versions
 from valence.training.prepare import Prepared
 from valence.training.state import TrainState
-from valence.training.store import agreed, is_sharded, without_shared_memory
+from valence.training.state_files import agreed, is_sharded, without_shared_memory
 
 NUM_SCORED = 1024
 """Training rows whose scores give the mean and spread saved with a reward model: the mean is then

@@ -14,7 +14,7 @@ from valence.errors import UserError, out_of_memory
 from valence.models.gradients import clear
 from valence.training.folder import Messages, RunFolder
 from valence.training.state import TrainState
-from valence.training.store import RandomState
+from valence.training.state_files import RandomState
 from valence.training.track import Phase
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ class MemoryRetry:
                 f"{tokens} tokens; this does not change the result"
             )
             if self._folder:
-                self._folder.state(micro_batch_tokens=state.budget.state_dict())
+                self._folder.record(micro_batch_tokens=state.budget.state_dict())
             clear(state.optimized_parameters, keep=False)
             if torch.cuda.is_available():
                 # The error and the frames it passed through hold each other, and activations.

@@ -102,7 +102,7 @@ def score(
         prepared = prepare(source)
         if folder:
             folder.claim()
-            folder.state(command=command, started=now(), status="scored")
+            folder.record(command=command, started=now(), status="scored")
         policy, cached = build_models(prepared, group=world, fills=True)
         assert isinstance(cached, CachedReference)
         trainer = make_trainer(

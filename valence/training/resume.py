@@ -20,12 +20,12 @@ from valence.distributed.process_group import run_on_first_rank
 from valence.errors import UserError
 from valence.reports.formatting import visible
 from valence.storage import add_checksum, add_checksum_line
-from valence.training import store
+from valence.training import state_files
 from valence.training.changes import (
     ROWS,
     changes,
-    differences,
     hashes_of,
+    machine_differences,
     refuse,
     rows_of,
     settings_of,
@@ -61,8 +61,8 @@ CONTINUING_SETTINGS = (
 class PreviousRun:
     """The run in a folder, to be resumed.
 
-    saved: its newest undamaged checkpoint, if any. state: of that checkpoint. was: its recorded
-    settings, rows and choices. changed: allowed differences of settings and rows, with a
+    saved: its newest undamaged checkpoint, if any. state: of that checkpoint. recorded: settings,
+    rows and choices in that checkpoint. changed: allowed differences of settings and rows, with a
     description each.
     """
 
@@ -70,7 +70,7 @@ class PreviousRun:
     prepared: Prepared
     saved: Saved | None
     state: Mapping[str, Any] | None
-    was: Mapping[str, Any]
+    recorded: Mapping[str, Any]
     changed: Mapping[str, str]
 
     @property
@@ -103,7 +103,7 @@ class PreviousRun:
 
     @property
     def choices(self) -> Mapping[str, Any]:
-        return self.was.get("choices") or {}
+        return self.recorded.get("choices") or {}
 
     @property
     def compiled(self) -> bool | None:
@@ -178,18 +178,20 @@ def find_previous_run(
     """Find the run in this folder and compare it with the recipe.
 
     allow: settings or sections that may differ. Raises UserError with a list of all other
-    differences, and if there is no state to resume from.
+    machine_differences, and if there is no state to resume from.
     """
-    place, was, changed = run_on_first_rank(
+    place, recorded, changed = run_on_first_rank(
         folder.group, partial(_find_checkpoint, folder, prepared, allow)
     )
-    saved = Saved(Path(place[0]), place[1], was) if place else None
+    saved = Saved(Path(place[0]), place[1], recorded) if place else None
     lazy = HEAVY if folder.group.size > 1 else ()
     state = (
-        store.load(saved.path, sharded_checkpoint.read, lazy) if saved and saved.has_state else None
+        state_files.load(saved.path, sharded_checkpoint.read, lazy)
+        if saved and saved.has_state
+        else None
     )
-    prepared = _as_recorded(prepared, was)
-    previous = PreviousRun(folder, prepared, saved, state, was, changed)
+    prepared = _as_recorded(prepared, recorded)
+    previous = PreviousRun(folder, prepared, saved, state, recorded, changed)
     if previous.finished:
         if not state:
             folder.say(f"the run has no saved state: its weights are in {folder.path / 'model'}")
@@ -227,16 +229,16 @@ def _find_checkpoint(
     checkpoints = Checkpoints(folder.path / "checkpoints", None)
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
-    was = saved.facts if saved else folder.identity
-    prepared = _as_recorded(prepared, was)
-    changed = changes(folder.path, was, folder.facts, prepared)
-    refuse(changed, was, allow, prepared, folder, saved.path if saved else None)
-    return (str(saved.path), saved.step) if saved else None, was, changed
+    recorded = saved.facts if saved else folder.identity
+    prepared = _as_recorded(prepared, recorded)
+    changed = changes(folder.path, recorded, folder.facts, prepared)
+    refuse(changed, recorded, allow, prepared, folder, saved.path if saved else None)
+    return (str(saved.path), saved.step) if saved else None, recorded, changed
 
 
-def _as_recorded(prepared: Prepared, was: Mapping[str, Any]) -> Prepared:
+def _as_recorded(prepared: Prepared, recorded: Mapping[str, Any]) -> Prepared:
     """Replace automatic settings by those that the run recorded."""
-    source = with_recorded(prepared.source, was.get("settings") or {})
+    source = with_recorded(prepared.source, recorded.get("settings") or {})
     return replace(prepared, source=source, recipe=source.recipe)
 
 
@@ -262,7 +264,7 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
     state = trainer.state
     if state.policy.packs and previous.choices.get("packed") is False:
         state.policy.lay_out(packed=False)
-    if differing := differences(previous.was, state.policy, trainer.world):
+    if differing := machine_differences(previous.recorded, state.policy, trainer.world):
         trainer.messages.note_once(
             visible(
                 f"the last digits may differ from those of an uninterrupted run: "
@@ -360,7 +362,7 @@ def _resume_best(trainer: Trainer, previous: PreviousRun, *, is_longer: bool) ->
     has changed.
     """
     state = trainer.state
-    patience = previous.was["settings"].get("run.early_stop.patience")
+    patience = previous.recorded["settings"].get("run.early_stop.patience")
     has_stopped = patience is not None and state.early_stop.since >= patience
     if has_stopped and (
         is_longer or any(name.startswith("run.early_stop") for name in previous.changed)
@@ -399,7 +401,7 @@ def record_start(
     if previous:
         resumed = {"at": now(), "step": previous.step, "with": list(previous.changed.values())}
         facts = {"resumes": [*folder.facts.get("resumes", []), resumed], "ended_early": None}
-    folder.state(
+    folder.record(
         **facts,
         status="running",
         changed=changed,

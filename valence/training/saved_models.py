@@ -15,7 +15,7 @@ from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.targets import load_run_recipe
-from valence.training import store
+from valence.training import state_files
 from valence.training.checkpoints import Checkpoints, Damaged, Saved, check
 from valence.training.models import build_models
 from valence.training.prepare import Prepared, prepare
@@ -72,7 +72,7 @@ def load_saved_models(
     check_recipe(source)
 
     def read(place: Path) -> Mapping[str, Any]:
-        return store.load(place, sharded_checkpoint.read, HEAVY)
+        return state_files.load(place, sharded_checkpoint.read, HEAVY)
 
     place, state = _read_checkpoint(run_dir, at, world, read)
     prepared = prepare(source, rewards=rewards)
@@ -157,7 +157,9 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
         return _newest_undamaged(checkpoints, steps)
     step = at
     if step == "best":
-        step = store.load(_newest_undamaged(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
+        step = state_files.load(_newest_undamaged(checkpoints, steps).path, lazy=HEAVY)["best"][
+            "step"
+        ]
         if step is None:
             raise UserError(
                 "the run has not recorded a best checkpoint",

@@ -200,7 +200,7 @@ def build_run(
             start = _starting_weights(trainer, folder) if model is not None else None
             if previous:
                 record_start(folder, prepared, command, tokens, previous)
-            folder.state(choices=choices_of(policy, world), start=start)
+            folder.record(choices=choices_of(policy, world), start=start)
         failing.pop_all()
     if finished:
         folder.close()
@@ -294,7 +294,7 @@ def _starting_weights(trainer: Trainer, folder: RunFolder) -> str | None:
 def _record_failure(folder: RunFolder) -> None:
     """Record that a run failed before its training began."""
     if folder.facts.get("status") == "running":
-        folder.state(status="failed")
+        folder.record(status="failed")
 
 
 def _say(console: Console, message: str, style: str = "") -> None:

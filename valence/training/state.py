@@ -18,7 +18,7 @@ from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, Reference, SyncedReference
 from valence.reports.diagnostics import Advice, CollapseDetector
 from valence.reports.sinks import JsonlSink
-from valence.training import store
+from valence.training import state_files
 from valence.training.metrics import Meter
 from valence.training.optim import (
     OptimizerLike,
@@ -29,8 +29,8 @@ from valence.training.optim import (
     make_scheduler,
 )
 from valence.training.prepare import AuxiliaryPart, Prepared
+from valence.training.state_files import RandomState, Registry, State, Stateful, StateFunctions
 from valence.training.step import Objective
-from valence.training.store import RandomState, Registry, State, Stateful, StateFunctions
 from valence.training.track import (
     AnomalyDetector,
     BestMetricTracker,
@@ -266,7 +266,7 @@ class TrainState:
 
     def _load_reference(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.reference, SyncedReference):
-            store.put(state["weights"], self.reference.weights)
+            state_files.put(state["weights"], self.reference.weights)
         elif state["digest"] != self._reference()["digest"]:
             name = self.recipe.reference.model or self.recipe.model.name
             raise UserError(
@@ -277,7 +277,7 @@ class TrainState:
             )
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(store.for_optimizer(state, self.optimizer))
+        self.optimizer.load_state_dict(state_files.for_optimizer(state, self.optimizer))
 
     def _shifts(self) -> list[tuple[float, ...]]:
         return [astuple(objective.shift) for objective in self.objectives]
@@ -330,7 +330,7 @@ def load_weights(
     values = saved.get("evaluation") or saved["values"]
     _load_policy_weights(policy, saved, _digest_of_base(policy), values)
     if isinstance(reference, SyncedReference):
-        store.put(state["reference"]["weights"], reference.weights)
+        state_files.put(state["reference"]["weights"], reference.weights)
 
 
 def _load_policy_weights(
@@ -356,7 +356,7 @@ def _load_policy_weights(
             fix="set model.name to the model of the saved run (see config.yaml in its folder), or "
             "start over with --fresh",
         )
-    store.put(saved, weights)
+    state_files.put(saved, weights)
 
 
 def _digest_of_base(policy: PolicyModel) -> str | None:

@@ -1,8 +1,9 @@
 """One optimizer step, from top to bottom: build the prefix tree, cut and balance micro-batches,
 count, estimate z0, run forward, loss and backward of each micro-batch, clip, update.
 
-``Objective.plan`` builds the micro-batches. ``Objective.run`` computes the loss of a step and its
-gradient. ``optimizer_step`` applies the gradient. Nothing else changes a weight.
+Start at ``optimizer_step``, near the end, which applies the gradient; nothing else changes a
+weight. ``Objective.plan`` builds the micro-batches of one loss, and ``Objective.run`` computes this
+loss and its gradient.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class StepResult:
     ``metrics``, ``checks`` and ``rows`` are those of this rank, to be pooled or gathered.
 
     num_unique_tokens: tokens that any layout has to run. largest: tokens of the largest
-    micro-batch. tokens_per_rank: tokens that ran through the policy. checks: for each micro-batch
-    the ids of its rows, whether their log-probabilities are finite, and whether its loss is.
-    class_sums: for the reward shift of BCO. router_aux_loss: the load-balancing loss of routers
-    without its weight, which is not part of ``loss``: the mean of the micro-batches' values,
-    weighted by their tokens (None: not computed).
+    micro-batch. tokens_per_rank: tokens that ran through the policy, without dummies. checks: for
+    each micro-batch the ids of its rows, whether their log-probabilities are finite, and whether
+    its loss is. class_sums: for the reward shift of BCO. router_aux_loss: the load-balancing loss
+    of routers without its weight: the mean of the micro-batches' values, weighted by their tokens
+    (None: not computed). ``Objective.run`` does not add it to ``loss``.
     """
 
     loss: Tensor
@@ -134,7 +135,7 @@ class Objective:
     """A method with its settings, a policy and a reference.
 
     Split invariance: counts and statistics of the complete step, over all ranks, are known before
-    the first forward pass with a gradient. ``micro_batch_tokens`` changes no result.
+    the first backward pass. ``micro_batch_tokens`` changes no result.
 
     shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss of
     routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
@@ -152,6 +153,11 @@ class Objective:
     router_aux_loss: float = 0.0
 
     @property
+    def has_collectives(self) -> bool:
+        """Whether other processes take part in a step."""
+        return self.group.size > 1 or self.policy.shares_rows or self.policy.is_sharded
+
+    @property
     def gradient_group(self) -> Group:
         """The processes whose gradients add up: those with other rows or other tokens."""
         return self.group if self.policy.context is None else self.policy.context.replicas
@@ -159,7 +165,6 @@ class Objective:
     def run(
         self,
         examples: Sequence[TokenizedExample],
-        following: Iterable[TokenizedExample] = (),
         *,
         plan: StepPlan | None = None,
         backward: bool,
@@ -172,18 +177,17 @@ class Objective:
     ) -> StepResult:
         """Compute the loss of a step and its metrics; with ``backward`` also the gradient.
 
-        examples: those of the complete step, in canonical order. following: later examples of the
-        epoch, for KL pairs. plan: what ``plan`` returned for these examples (None: plan now).
-        rows: return the measurements of each sequence. weight: factor of the loss in the gradient.
-        is_last: no other loss of this step follows. entropy: measure that of the policy.
-        router_tokens: tokens over which the load-balancing loss of routers is averaged, if not
-        those of these examples.
+        examples: those of the complete step, in canonical order. plan: what ``plan`` returned for
+        these examples (None: plan now, with KL pairs from these examples alone). rows: return the
+        measurements of each sequence. weight: factor of the loss in the gradient. is_last: no other
+        loss of this step follows. entropy: measure that of the policy. router_tokens: tokens over
+        which the load-balancing loss of routers is averaged, if not those of these examples.
         """
         loss, settings, policy, group = self.method.loss, self.settings, self.policy, self.group
 
         # Build the prefix tree of the step, cut it into micro-batches, and balance the ranks.
         if plan is None:
-            plan = self.plan(examples, following, backward=backward)
+            plan = self.plan(examples, backward=backward)
         batches = plan.batches.to(policy.device)
         result = StepResult(torch.zeros(()), plan.num_unique_tokens)
 
@@ -201,6 +205,7 @@ class Objective:
             num_tokens += [len(batch.tokens) for batch in kl_batches.local]
             shared["z0"] = self._estimate_z0(kl_batches, plan.num_groups, result, progress)
 
+        # Further outputs of the policy.
         has_entropy = entropy and not self.method.is_reward_model
         outputs = [*loss.wants(settings), *(["entropy"] if has_entropy else [])]
         is_routed = backward and self.router_aux_loss > 0
@@ -211,7 +216,7 @@ class Objective:
             # The gradient with respect to every log-probability comes first. Each micro-batch then
             # runs once more, backward through sum(logp * gradient).
             part, logps = self._coupled_loss(
-                batches, outputs, shared, count, result, rows, progress
+                batches, outputs, shared, count, result, rows, backward, progress
             )
             losses.append(part.detach() / group.size)  # all ranks have computed the same loss
             if backward:
@@ -234,14 +239,17 @@ class Objective:
                         sums = self._kl_sums(batch.part(requires_grad=False), out, ref)
                         shared["z0"] = self._reference_points(sums, result)
                         batch = batch.part(requires_grad=True)
-                    view = loss.read(batch, out, ref, settings, self._statistics(batch, shared))
-                    part = loss.total(*view, settings, count)
+                    statistics = self._statistics(batch, shared)
+                    plain, view = loss.read(batch, out, ref, settings, statistics)
+                    part = loss.total(plain, view, settings, count)
                     if backward:
-                        router_loss = self._router_loss(batch, out, router_tokens, result)
-                        self._backward(weight * part + router_loss, is_last and rounds.is_last)
+                        share = weight * part
+                        share = share + self._router_loss(batch, out, router_tokens, result)
+                        self._backward(share, is_last and rounds.is_last)
+                        del share
                     losses.append(part.detach())
-                    self._record(batch, out, ref, view, losses[-1], result, rows)
-                    del out, view, part  # free the graph before the next forward
+                    self._record(batch, out, ref, plain, view, losses[-1], result, rows)
+                    del out, plain, view, part  # free the graph before the next forward
 
         # Add up the loss and the sizes over the ranks.
         self._sum_over_ranks(
@@ -261,6 +269,8 @@ class Objective:
     ) -> StepPlan:
         """Divide a step into this rank's micro-batches, in host memory.
 
+        following: later examples of the epoch, from which KL pairs are made if no example of the
+        step has another prompt and completion.
         Reads no weights and communicates with no other rank, so that another thread may plan the
         next step meanwhile. micro_batch_tokens: the objective's, unless it may change meanwhile.
         Raises UserError when an example has no KL pair.
@@ -400,11 +410,13 @@ class Objective:
         count: dict[Average, Tensor],
         result: StepResult,
         rows: bool,
+        backward: bool,
         progress: Progress,
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute a loss that depends on the sequences of all micro-batches together.
 
-        Returns it, and the log-probabilities of each micro-batch: leaves of its graph.
+        Returns it, and the log-probabilities of each micro-batch: with ``backward``, leaves of its
+        graph.
         """
         loss, settings = self.method.loss, self.settings
         is_idle = not batches.local
@@ -420,12 +432,13 @@ class Objective:
                     out = self.policy(batch, () if is_dummy else outputs)
                 if is_dummy:
                     continue
-                out = replace(out, logp=out.logp.detach().requires_grad_(True))
-                view = loss.read(batch, out, ref, settings, self._statistics(batch, shared))
-                views.append(view)
+                out = replace(out, logp=out.logp.detach().requires_grad_(backward))
+                statistics = self._statistics(batch, shared)
+                plain, view = loss.read(batch, out, ref, settings, statistics)
+                views.append((plain, view))
                 if not is_idle:
                     logps.append(out.logp)
-                    self._record(batch, out, ref, view, torch.zeros(()), result, rows)
+                    self._record(batch, out, ref, plain, view, torch.zeros(()), result, rows)
         plain, view = (
             _join_views([pair[kind] for pair in views], self.group, is_idle) for kind in (0, 1)
         )
@@ -446,11 +459,13 @@ class Objective:
         for batch, is_dummy in rounds:
             with rounds.running():
                 out = self.policy(batch, () if is_dummy else outputs)
-                share = _zero(out)
-                if not is_dummy:
+                if is_dummy:
+                    share = _zero(out)
+                else:
                     share = (out.logp * next(gradients)).sum()
                     share = share + self._router_loss(batch, out, router_tokens, result)
                 self._backward(share, is_last and rounds.is_last)
+                del out, share  # free the graph before the next forward
 
     def _backward(self, share: Tensor, is_last: bool) -> None:
         """Add to the gradient. The last backward of a step adds up sharded gradients over ranks."""
@@ -496,7 +511,8 @@ class Objective:
         batch: MicroBatch,
         out: PolicyOutput,
         ref: Tensor | None,
-        view: tuple[dict[str, Tensor], dict[str, Tensor]],
+        plain: dict[str, Tensor],
+        view: dict[str, Tensor],
         part: Tensor,
         result: StepResult,
         rows: bool,
@@ -509,16 +525,16 @@ class Objective:
         if out.score is not None:
             is_finite &= torch.isfinite(out.score.detach()).all(1)
         result.checks.append((batch.ids, is_finite, torch.isfinite(part) & is_finite.all()))
-        for name, metric in loss.measure(batch, out, ref, *view, settings).items():
+        for name, metric in loss.measure(batch, out, ref, plain, view, settings).items():
             result.metrics.setdefault(name, []).append(metric)
         if out.entropy is not None:
             entropy = mean(out.entropy.detach()[batch.scored])
             result.metrics.setdefault("entropy", []).append(entropy)
         if loss.shifts:
-            class_sums, total = stats.class_sums(view[1]), result.class_sums
+            class_sums, total = stats.class_sums(view), result.class_sums
             result.class_sums = class_sums if total is None else total + class_sums
         if rows:
-            rewards = loss.rewards(view[1], settings)
+            rewards = loss.rewards(view, settings)
             result.rows += _sequence_results(batch, sums, out.score, rewards)
 
     def _sum_over_ranks(
@@ -531,7 +547,7 @@ class Objective:
         *,
         is_routed: bool,
     ) -> None:
-        """Add up the loss over the ranks, and gather their sizes, in one collective."""
+        """Add up the loss over the ranks, and gather their sizes."""
         size, rank, device = self.group.size, self.group.rank, self.policy.device
         tokens_per_rank, largest_per_rank = [0] * size, [0] * size
         tokens_per_rank[rank], largest_per_rank[rank] = tokens, largest
@@ -563,6 +579,10 @@ class Objective:
             self.shift = self.shift.after(result.class_sums, self.settings["beta"])
 
 
+class AgreedOutOfMemoryError(torch.OutOfMemoryError):
+    """Memory ran out in some rank, and all ranks raise this together: all can repeat the work."""
+
+
 @dataclass
 class MicroBatchRounds:
     """The rounds of one rank: as many as the rank with the most micro-batches has.
@@ -572,33 +592,40 @@ class MicroBatchRounds:
     ``with rounds.running()``.
 
     When memory runs out where forwards are collective, the rank raises UserError. Elsewhere all
-    ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
+    ranks raise AgreedOutOfMemoryError together, after the last round; a single process raises the
+    original error.
     """
 
     batches: RankBatches
     policy: PolicyModel
     group: Group
     progress: Progress
-    is_last: bool = False
-    _failure: BaseException | None = None
+    is_last: bool = field(default=False, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _has_run: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, bool]]:
         local, dummy, is_sharded = self.batches.local, self.batches.dummy, self.policy.is_sharded
         for k in range(self.batches.num_rounds):
             self.is_last = k + 1 == self.batches.num_rounds
             batch = local[k] if k < len(local) and self._failure is None else None
-            if batch is not None:
-                yield batch, False
-            elif is_sharded and dummy is not None:
-                yield dummy, True
+            turn = batch if batch is not None else dummy if is_sharded else None
+            if turn is not None:
+                self._has_run = False
+                yield turn, batch is None
+                assert self._has_run, "each micro-batch runs inside rounds.running()"
             self.progress(batch if self._failure is None else None)
-        if not is_sharded and self.group.any(self._failure is not None):
-            raise self._failure or torch.OutOfMemoryError("another rank ran out of memory")
+        if is_sharded or not self.group.any(self._failure is not None):
+            return
+        if self._failure is not None and self.group.size == 1:
+            raise self._failure
+        reason = str(self._failure or "another rank ran out of memory")
+        raise AgreedOutOfMemoryError(reason) from self._failure
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around a micro-batch: name ranks that did not reach it, and note out of memory."""
-        is_sharded = self.policy.is_sharded
+        self._has_run, is_sharded = True, self.policy.is_sharded
         place = self.group.collective("a micro-batch") if is_sharded else nullcontext()
         try:
             with final_out_of_memory(self.policy.shares_rows or is_sharded), place:
@@ -695,7 +722,6 @@ class AuxiliaryLoss:
     objective: Objective
     weight: float
     examples: Sequence[TokenizedExample]
-    following: Iterable[TokenizedExample]
     plan: StepPlan | None = None
 
 
@@ -703,7 +729,6 @@ def optimizer_step(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     examples: Sequence[TokenizedExample],
-    following: Iterable[TokenizedExample],
     clip_norm: float | None,
     auxiliary: Sequence[AuxiliaryLoss] = (),
     entropy: bool = False,
@@ -720,17 +745,17 @@ def optimizer_step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     clear(parameters)
 
-    result, results = loss_and_gradient(
-        objective, examples, following, auxiliary, entropy=entropy, plan=plan
-    )
+    with final_out_of_memory(objective.has_collectives):
+        result, results = loss_and_gradient(
+            objective, examples, auxiliary, entropy=entropy, plan=plan
+        )
 
-    # Clip and update.
-    with final_out_of_memory(objective.group.size > 1):
+        # Clip and update.
         objective.gradient_group.reduce_gradients(parameters)
         norm = objective.gradient_group.norm(parameters)
         if clip_norm is not None:
             clip_gradients(parameters, clip_norm, norm)
-    # The only place in a step that waits for the device.
+    # With one process, the only place in a step that waits for the device.
     norm_value, loss_value = torch.stack([norm.to(result.loss), result.loss]).tolist()
     is_applied = math.isfinite(norm_value) and math.isfinite(loss_value)
     if is_applied:
@@ -744,7 +769,6 @@ def optimizer_step(
 def loss_and_gradient(
     objective: Objective,
     examples: Sequence[TokenizedExample],
-    following: Iterable[TokenizedExample],
     auxiliary: Sequence[AuxiliaryLoss] = (),
     entropy: bool = False,
     plan: StepPlan | None = None,
@@ -756,7 +780,7 @@ def loss_and_gradient(
     """
     router_tokens = total_tokens(examples) + sum(total_tokens(aux.examples) for aux in auxiliary)
     result = objective.run(
-        examples, following, plan=plan, backward=True, is_last=not auxiliary, entropy=entropy,
+        examples, plan=plan, backward=True, is_last=not auxiliary, entropy=entropy,
         router_tokens=router_tokens,
     )  # fmt: skip
     results = [(objective, result)]
@@ -764,7 +788,7 @@ def loss_and_gradient(
         # Their examples were not sampled at the temperature of the rollouts.
         with aux.objective.policy.tempered(1.0):
             aux_result = aux.objective.run(
-                aux.examples, aux.following, plan=aux.plan, backward=True, weight=aux.weight,
+                aux.examples, plan=aux.plan, backward=True, weight=aux.weight,
                 is_last=aux is auxiliary[-1], router_tokens=router_tokens,
             )  # fmt: skip
         results.append((aux.objective, aux_result))
@@ -824,11 +848,14 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def final_out_of_memory(is_collective: bool) -> Iterator[None]:
-    """Raise UserError for out of memory in a collective operation, which one rank cannot retry."""
+    """Raise UserError for out of memory where other ranks take part, and have not agreed to repeat
+    the work: one rank cannot repeat a collective operation.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_collective or not out_of_memory(error):
+        is_agreed = isinstance(error, AgreedOutOfMemoryError)
+        if is_agreed or not is_collective or not out_of_memory(error):
             raise
         raise UserError(
             "out of memory in a collective operation",

@@ -43,6 +43,7 @@ from valence.training.prepare import AuxiliaryPart, Prepared, rows_to_measure
 from valence.training.sampling import PolicySampler, check_can_generate, sampling_failed
 from valence.training.signals import SharedStop
 from valence.training.state import TrainState
+from valence.training.state_files import RandomState
 from valence.training.step import (
     AuxiliaryLoss,
     Objective,
@@ -51,7 +52,6 @@ from valence.training.step import (
     loss_and_gradient,
     optimizer_step,
 )
-from valence.training.store import RandomState
 from valence.types import Chat, Completion, Content, Mean, TokenizedExample
 
 SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
@@ -284,11 +284,18 @@ class Trainer:
         Both are those of the recipe's method, averaged over all micro-batches and processes.
         Returns the loss, a tensor without gradient.
         """
-        objective = self.state.objective
+        objective, weights = self.state.objective, list(self.state.trained_weights.values())
+        # The gradients of earlier calls are already summed over the processes.
+        earlier = [p.grad for p in weights]
+        for p in weights if objective.has_collectives else ():
+            p.grad = None
         result, results = loss_and_gradient(
-            objective, batch.examples, (), batch.auxiliary, plan=batch.plan
+            objective, batch.examples, batch.auxiliary, plan=batch.plan
         )
-        objective.gradient_group.reduce_gradients(list(self.state.trained_weights.values()))
+        objective.gradient_group.reduce_gradients(weights)
+        for p, grad in zip(weights, earlier, strict=True) if objective.has_collectives else ():
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
         for measured, part in results:
             measured.update_statistics(part)
         return result.loss
@@ -423,7 +430,6 @@ class Trainer:
             state.objective,
             state.optimizer,
             inputs.examples,
-            (),
             self.recipe.train.clip_norm,
             inputs.auxiliary,
             entropy=self._is_logged(step + 1),
@@ -461,7 +467,7 @@ class Trainer:
         plan = objective.plan(
             examples, following, backward=True, micro_batch_tokens=micro_batch_tokens
         )
-        return AuxiliaryLoss(part.name, objective, part.weight, examples, (), plan)
+        return AuxiliaryLoss(part.name, objective, part.weight, examples, plan)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the log has a record of this step."""
