@@ -74,7 +74,7 @@ class _Tokens:
 
 
 @dataclass(slots=True)
-class _Row:
+class _Notes:
     """What is found out about one example while it is encoded."""
 
     notes: set[str] = field(default_factory=set[str])
@@ -185,7 +185,7 @@ class Encoder:
         """
         try:
             [prompt] = self.rendered_as(prompt)
-            return self._tokens(self._form(prompt), (), False, _Row()).prompt
+            return self._tokens(self._form(prompt), (), False, _Notes()).prompt
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
 
@@ -196,7 +196,7 @@ class Encoder:
 
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
-        return self._encode(example, source, _Row())
+        return self._encode(example, source, _Notes())
 
     def encode_all(
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
@@ -211,12 +211,12 @@ class Encoder:
         builder = EncodedChunkBuilder()
         for i, example in enumerate(examples):
             source = sources[i] if sources else ""
-            rows = [_Row()]
+            rows = [_Notes()]
             results = [self._encode(example, source, rows[0])]
             turns: list[Example] = []
             if rows[0].rewritten and isinstance(example, Demonstration):
                 turns = _one_per_turn(example)
-                rows = [_Row(earlier_turns_trainable=False) for _ in turns]
+                rows = [_Notes(earlier_turns_trainable=False) for _ in turns]
                 results = [
                     self._encode(turn, source, row) for turn, row in zip(turns, rows, strict=True)
                 ]
@@ -226,7 +226,7 @@ class Encoder:
             builder.add(example, results, notes, lengths, len(turns))
         return builder.chunk()
 
-    def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
+    def _encode(self, example: Example, source: str, row: _Notes) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
         row.follows = isinstance(example, Ranking)
         trained_prompt = (
@@ -268,7 +268,7 @@ class Encoder:
     # --- a prompt and its answers as tokens
 
     def _read_tokens(
-        self, prompt: Content, completions: Sequence[Content], row: _Row
+        self, prompt: Content, completions: Sequence[Content], row: _Notes
     ) -> tuple[Content, Sequence[Content]]:
         """The same, or their texts if they are tokens of another or an unknown vocabulary.
 
@@ -316,7 +316,7 @@ class Encoder:
         return _turns(prompt, "user")
 
     def _tokens(
-        self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row
+        self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Notes
     ) -> _Tokens:
         """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
         if isinstance(prompt, Chat):
@@ -330,7 +330,7 @@ class Encoder:
         return tokens
 
     def _chat_tokens(
-        self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Row
+        self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Notes
     ) -> _Tokens:
         if self.template.exists:
             _ = self.template.turn_end  # a template that does not work is no mistake of the row
@@ -366,7 +366,7 @@ class Encoder:
             answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
-    def _ended(self, marked: Marked, row: _Row) -> TokenizedCompletion:
+    def _ended(self, marked: Marked, row: _Notes) -> TokenizedCompletion:
         """An answer with the end-of-turn token that the template printed, or else with one
         appended.
         """
@@ -385,7 +385,7 @@ class Encoder:
         end = self.template.turn_end.token
         return TokenizedCompletion((*ids, self.vocab.eos if end is None else end), (*mask, True))
 
-    def _text_tokens(self, prompt: str, completions: Sequence[Content], row: _Row) -> _Tokens:
+    def _text_tokens(self, prompt: str, completions: Sequence[Content], row: _Notes) -> _Tokens:
         self._note_special(prompt, row)
         plain, prefix = self.vocab.ids(prompt), self.vocab.prefix
         head = len(prefix)
@@ -401,7 +401,7 @@ class Encoder:
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head)
 
     def _text_answer(
-        self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row
+        self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Notes
     ) -> TokenizedCompletion:
         if not isinstance(completion, str):
             raise _mixed("text", completion)
@@ -415,7 +415,7 @@ class Encoder:
             ids, mask = (*ids, self.vocab.eos), (*mask, True)
         return TokenizedCompletion(ids, mask)
 
-    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Row) -> _Tokens:
+    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Notes) -> _Tokens:
         ids = self.vocab.checked(prompt.ids)
         if not ids:
             raise RowError(
@@ -439,7 +439,7 @@ class Encoder:
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
 
     def _columns(
-        self, sampled: Sampled | None, row: _Row
+        self, sampled: Sampled | None, row: _Notes
     ) -> tuple[tuple[str, tuple[float, ...]], ...]:
         """`old` of an answer that was sampled, if it is to be known."""
         if sampled is None or not sampled.logps or not row.follows:
@@ -462,7 +462,7 @@ class Encoder:
             {self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None}
         )
 
-    def _note_special(self, content: str | Chat, row: _Row) -> None:
+    def _note_special(self, content: str | Chat, row: _Notes) -> None:
         texts = (
             [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
         )
@@ -470,7 +470,7 @@ class Encoder:
             row.notes.add("special_tokens_in_text")
 
     def _join(
-        self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Row
+        self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Notes
     ) -> Marked:
         marked, merged = self.vocab.join(pieces, before, context)
         if merged:
@@ -485,7 +485,7 @@ class Encoder:
         prompt: Content,
         completions: Sequence[Content],
         trained_prompt: bool,
-        row: _Row,
+        row: _Notes,
     ) -> _Tokens | None:
         """The same within max_length, or None."""
         if tokens.length.longest <= self.max_length:

@@ -466,11 +466,8 @@ def _csv(
     lines = (_text(path, line.removeprefix(BOM), number) for number, line in enumerate(stream, 1))
     records = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
-    empty: list[
-        int
-        # lines without a field, which are rows where there is one column, but not at the end of the
-        # file
-    ] = []
+    # Lines without a field are rows where there is one column, but not at the end of the file.
+    empty: list[int] = []
     start = 1
     try:
         for cells in records:

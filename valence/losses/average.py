@@ -53,7 +53,7 @@ def _down(batch: MicroBatch) -> Tensor:
     return (~batch.label).sum()
 
 
-UNITS: dict[Average, tuple[Counter, ...]] = {
+COUNTERS: dict[Average, tuple[Counter, ...]] = {
     "token_mean": (_tokens,),
     "seq_mean": (_sequences,),
     "pair_mean": (_pairs,),
@@ -67,7 +67,7 @@ UNITS: dict[Average, tuple[Counter, ...]] = {
 
 def counts(averages: Sequence[Average], batches: Sequence[MicroBatch]) -> Tensor:
     """Numbers of units of these averages in these micro-batches [k]; sum them over processes."""
-    counters = [unit for name in averages for unit in UNITS[name]]
+    counters = [unit for name in averages for unit in COUNTERS[name]]
     if not batches:  # this process has no micro-batch of the step
         return torch.zeros(len(counters), dtype=torch.long)
     return torch.stack([torch.stack([unit(batch) for batch in batches]).sum() for unit in counters])
@@ -77,7 +77,7 @@ def divisors(averages: Sequence[Average], counted: Tensor) -> dict[Average, Tens
     """The divisor of each average, at least 1. counted: the sum of ``counts`` over processes."""
     divisors: dict[Average, Tensor] = {}
     for name in averages:
-        width = len(UNITS[name])
+        width = len(COUNTERS[name])
         divisors[name], counted = counted[:width].min().clamp(min=1), counted[width:]
     return divisors
 

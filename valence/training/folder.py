@@ -1,4 +1,4 @@
-"""The folder of a run: its lock and its files."""
+"""The folder of a run: its lock, its files, and the warnings and notes of the run."""
 
 from __future__ import annotations
 

@@ -6,27 +6,20 @@ import math
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from valence.config.load import LISTS, LoadedRecipe
-from valence.config.needs import method_in
-from valence.config.schema import Dtype, Recipe
+from valence.config.schema import Recipe
 from valence.data.targets import ONE
 from valence.distributed.process_group import Group, check_split
-from valence.errors import UserError, field_problem
+from valence.errors import UserError
 from valence.models.adapters import starts_at_base, unsplittable
 from valence.models.build import DTYPES
 from valence.models.checkpointing import Checkpointing
-from valence.models.loading import load_config
 from valence.models.memory import (
     MOMENTS,
     NCCL_BUFFERS,
@@ -36,14 +29,18 @@ from valence.models.memory import (
     predict,
     sampling_bytes,
 )
-from valence.models.scores import has_score_head
 from valence.models.shape import Shape, skeleton, skeleton_of
-from valence.rewards.build import KINDS, list_reward_models
-from valence.rewards.rules import setting_error_code
+from valence.rewards.build import list_reward_models
 from valence.rollouts.servers import Placement, place_server
-from valence.targets import is_run, load_target
+from valence.targets import is_run
 from valence.training.optim import optimizer_class
 from valence.training.prepare import Prepared
+from valence.training.reward_recipes import (
+    RewardModelSettings,
+    find_reward_model,
+    parse_settings,
+    placed_at_reward,
+)
 
 MARGIN = 0.8  # share of the free memory that `auto` plans to use
 SLEEPING_SERVER = 2**31  # bytes that a server keeps on a GPU while it sleeps: an estimate
@@ -78,9 +75,7 @@ def choose_split(
         split = Split(tensor=parallel.tensor, context=parallel.context)
     else:
         sync_every_micro_batch = (
-            trains_all_weights(recipe)
-            if parallel.sync == "auto"
-            else parallel.sync == "micro_batch"
+            not recipe.trains_adapter if parallel.sync == "auto" else parallel.sync == "micro_batch"
         )
         split = Split(
             ways,
@@ -175,15 +170,10 @@ def _unsupported_with_split(problem: str, where: str, fix: str) -> UserError:
     )
 
 
-def trains_all_weights(recipe: Recipe) -> bool:
-    """Whether all weights train, rather than an adapter."""
-    return recipe.model.lora is None and recipe.model.adapter is None
-
-
 def at_rest(recipe: Recipe) -> torch.dtype:
     """Dtype of the stored weights; trained ones have float32 masters."""
     dtype = DTYPES[recipe.model.dtype]
-    return torch.promote_types(dtype, torch.float32) if trains_all_weights(recipe) else dtype
+    return torch.promote_types(dtype, torch.float32) if not recipe.trains_adapter else dtype
 
 
 def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -223,7 +213,7 @@ def memory_of(
     lora, is_named = recipe.model.lora, recipe.reference.model is not None
     # without a split, a copy shares the policy's frozen weights
     is_copy = recipe.reference.sync_every is not None or lora is None or not starts_at_base(lora)
-    is_separate = is_named or trains_all_weights(recipe) or (is_copy and not split.single)
+    is_separate = is_named or not recipe.trains_adapter or (is_copy and not split.single)
     width = DTYPES[recipe.model.dtype].itemsize
     estimate = partial(
         predict,
@@ -384,111 +374,3 @@ def _bytes_of_reward_model(target: str, settings: RewardModelSettings, where: st
         dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
         layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, num_scores=1)
         return sum(p.numel() for p in layers.parameters()) * dtype.itemsize
-
-
-class RewardModelSettings(BaseModel):
-    """The settings of a reward model in a recipe's reward section."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    attribute: str | dict[str, float] | None = None
-    """For a model with several attributes: the one that counts, or the weight of each."""
-    normalised: bool = False
-    """Scale scores to mean 0 and standard deviation 1 over the model's training rows."""
-    max_length: int = Field(2048, gt=0)
-    """Maximum tokens of a prompt with its answer; longer ones have no score."""
-    as_chat: Literal["auto"] | bool | None = None
-    """Whether a plain-text prompt becomes a user message, like data.as_chat.
-
-    Default: that of the run that trained the model; for a model folder, whether its tokenizer has
-    a chat template.
-    """
-    tokens: int = Field(8192, gt=0)
-    """Tokens per forward pass."""
-    dtype: Dtype | None = None
-    """Data type of the weights. Default: that of the run that trained the model, else float32."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-
-
-def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> RewardModelSettings:
-    """Return the settings of a reward model. where: of its entry in the recipe.
-
-    Raises UserError for an unknown name or a wrong value.
-    """
-    try:
-        return RewardModelSettings(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place, names = (
-            ".".join(map(str, (where, "settings", *first["loc"]))),
-            ", ".join(RewardModelSettings.model_fields),
-        )
-        raise UserError(
-            f"{field_problem(first)} (reward model {target})",
-            code=setting_error_code(first),
-            where=place,
-            fix=f"remove or correct it; the settings are {names}",
-        ) from error
-
-
-@contextmanager
-def placed_at_reward(target: str, where: str) -> Iterator[None]:
-    """Inside the block, a UserError names the entry of the recipe that names the reward model."""
-    try:
-        yield
-    except UserError as error:
-        fix = error.fix if Path(target).exists() or "/" in target else f"use {KINDS}"
-        is_here = (
-            error.where in ("model.name", f"{target} (model.name)")
-            or error.code == "max-length-too-large"
-        )
-        place = "" if is_here else f" ({error.where})"
-        raise UserError(
-            error.message,
-            code=error.code,
-            where=f"{where}.reward: {target}{place}",
-            fix=fix,
-        ) from error
-
-
-def load_reward_recipe(
-    target: str, settings: RewardModelSettings
-) -> tuple[LoadedRecipe, list[str]]:
-    """Return the recipe of a reward model, and the overrides that it was loaded with."""
-    model = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code or None}
-    overrides = [
-        f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None
-    ]
-    overrides += [f"data.max_length={settings.max_length}", "reference.cache=off"]
-    if settings.as_chat is not None:
-        overrides.append(f"data.as_chat={str(settings.as_chat).lower()}")
-    overrides += [f"data.{name}=[]" for name in LISTS]
-    return load_target(target, overrides), overrides
-
-
-def find_reward_model(
-    target: str, settings: RewardModelSettings, where: str
-) -> tuple[LoadedRecipe, list[str]]:
-    """``load_reward_recipe`` of a target that is a reward model. Loads no weights.
-
-    Raises UserError if the model does not exist, or is a language model.
-    """
-    with placed_at_reward(target, where):
-        source, overrides = load_reward_recipe(target, settings)
-        spec = source.recipe.model
-        if is_run(target):
-            is_reward_model = method_in(source.recipe).is_reward_model
-        else:
-            config = load_config(
-                spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file
-            )
-            is_reward_model = spec.gguf_file is None and has_score_head(config)
-    if not is_reward_model:
-        raise UserError(
-            "this is a language model, not a reward model",
-            code="reward-not-a-reward-model",
-            where=f"{where}.reward: {target}",
-            fix="use a reward model, such as a run of bradley_terry, pointwise or ordinal",
-        )
-    return source, overrides

@@ -62,7 +62,6 @@ from valence.training.memory import (
     fits_on_one_device,
     layers_of,
     min_free_memory,
-    trains_all_weights,
 )
 from valence.training.plan import pays_to_compile
 from valence.training.prepare import Prepared
@@ -131,7 +130,7 @@ def build_models(
                 else loader.named_reference(policy, name)
             )
         # The cache may free the reference's weights and load them again.
-        can_reload = name or (is_copy and model is None and trains_all_weights(recipe))
+        can_reload = name or (is_copy and model is None and not recipe.trains_adapter)
         again = partial(loader.named_reference, policy, name) if can_reload else None
         if data.rank:
             # an adapter's dropout differs between processes

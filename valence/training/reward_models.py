@@ -16,13 +16,13 @@ from valence.errors import UserError
 from valence.rewards.calls import CallBackend
 from valence.rewards.threads import in_thread
 from valence.targets import is_run
-from valence.training.memory import (
+from valence.training.prepare import prepare
+from valence.training.reward_recipes import (
     RewardModelSettings,
     find_reward_model,
     parse_settings,
     placed_at_reward,
 )
-from valence.training.prepare import prepare
 from valence.training.scorers import Numbers, RewardModelScorer, load_scorer
 from valence.types import (
     Chat,

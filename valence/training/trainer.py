@@ -1,4 +1,7 @@
-"""The training loop: steps, evaluations, the log, and when the run is saved."""
+"""The training loop: steps, evaluations, the log, and when the run is saved.
+
+Also the thread that prepares the next step, and the report page that is updated meanwhile.
+"""
 
 from __future__ import annotations
 
