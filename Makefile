@@ -14,7 +14,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # The distribution was called valence: left installed, it would own the same command as valence-align.
 remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
 
-.PHONY: setup demo test test-all mutants lint docs peers vllm open-webui llama-cpp oldest newest
+.PHONY: setup demo test test-ci test-all mutants lint docs peers vllm open-webui llama-cpp oldest newest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,7 +31,11 @@ FAST := not slow and not real and not site and not vllm
 test: setup lint
 	$(PYTEST) -m "$(FAST)"
 
-# Tests that need vLLM, Open WebUI, llama.cpp, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
+# The complete suite but for tests that take minutes each, and with nothing that needs another environment skipped.
+test-ci: setup lint
+	VALENCE_REQUIRE_ALL=1 $(PYTEST) -m "not daily"
+
+# Everything, once a day of work. Tests that need vLLM, Open WebUI, llama.cpp, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
 test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
 	@$(MAKE) --no-print-directory open-webui || echo "no environment with Open WebUI could be built: the test that needs one is skipped"

@@ -28,6 +28,7 @@ from valence.models.compiling import compile_layers, compiled_program, why_not
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
+    pytest.mark.daily,
     pytest.mark.timeout(900),
     pytest.mark.skipif(why_not(torch.device("cpu")) is not None, reason="there is no compiler"),
 ]

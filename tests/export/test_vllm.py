@@ -77,7 +77,7 @@ def check_equal(file: dict[str, Any]) -> None:
 
 
 @with_vllm
-@pytest.mark.parametrize("name", ["merged", "adapter"])
+@pytest.mark.parametrize("name", ["merged", pytest.param("adapter", marks=pytest.mark.daily)])
 def test_vllm_computes_the_same_model(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +138,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], set[str]]] = {
 
 
 @with_vllm
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "doubled BOS" else [pytest.mark.daily])
+        for name in DAMAGE
+    ],
+)
 def test_a_damaged_folder_is_found_with_its_cause(
     name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +158,7 @@ def test_a_damaged_folder_is_found_with_its_cause(
 
 @with_vllm
 @pytest.mark.real
+@pytest.mark.daily
 def test_smollm2_answers_in_vllm_as_in_its_run(
     smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

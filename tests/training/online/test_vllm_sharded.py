@@ -137,7 +137,7 @@ def greedy(model: Any) -> list[tuple[int, ...]]:
     return rows
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.daily)])
 @pytest.mark.parametrize("transport", ["disk", "gloo"])
 def test_a_server_is_the_policy_after_an_update(
     transport: str, size: int, place: Path, servers: dict[str, Server]
