@@ -871,5 +871,5 @@ def total_tokens(examples: Sequence[TokenizedExample]) -> int:
 
 
 def _to_float64(values: Tensor) -> Tensor:
-    """Convert to float64 where the device has it: sums then do not depend on micro-batches."""
+    """Convert to float64 where the device has it, for sums over ranks."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
