@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from pydantic import ValidationError
 from torch import Tensor
 
 from tests.errors import raises_error
 from tests.models.test_oracle import PATTERNS, compare, oracle, prefix_tree_batch, sequences
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.config.schema import LORA_FIELDS_REFUSED, LoraSettings
+from valence.config.schema import (
+    LORA_FIELDS_REFUSED,
+    LORA_FIELDS_SET,
+    LoraSettings,
+    peft_fields,
+)
 from valence.models import head
-from valence.models.adapters import FIELDS, save_adapter, starts_at_base
+from valence.models.adapters import save_adapter, starts_at_base, with_adapter
 from valence.models.build import build_policy, build_reference
 from valence.models.check import plain_batch
 from valence.models.memory import predict
@@ -223,27 +229,24 @@ def _saved_bytes(engine: PolicyModel, length: int) -> int:
 
 
 def test_every_field_of_peft_can_be_set_or_is_refused_with_a_reason() -> None:
-    renamed = {
-        "r": "rank",
-        "lora_alpha": "alpha",
-        "lora_dropout": "dropout",
-        "target_modules": "targets",
-    }
-    of_program = {
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    }
-    fields = {field.name for field in dataclasses.fields(LoraConfig)} - of_program
-    settings = set(LoraSettings.model_fields)
-    assert not settings & LORA_FIELDS_REFUSED.keys()
-    names = {renamed.get(field, field) for field in fields}
-    assert settings <= names <= settings | LORA_FIELDS_REFUSED.keys()
-    assert set(FIELDS) == settings - {*renamed.values(), "init_lora_weights"}
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields == peft_fields() | LORA_FIELDS_REFUSED.keys() | LORA_FIELDS_SET
+    assert set(LoraSettings.model_fields) - peft_fields() == {"rank", "alpha", "dropout", "targets"}
+
+
+def test_a_field_that_valence_does_not_declare_reaches_peft() -> None:
+    settings = LoraSettings.model_validate({"rank": 2, "megatron_core": "other"})
+    adapted: Any = with_adapter(tiny("llama"), settings, None)
+    assert adapted.peft_config["default"].megatron_core == "other"
+    with pytest.raises(ValidationError, match="no such setting"):
+        LoraSettings.model_validate({"megatron_cores": "other"})
+
+
+def test_settings_that_peft_does_not_accept_are_an_error() -> None:
+    lora = type("Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": ["q_proj"]})
+    lora.layers_pattern = "layers"  # type: ignore[attr-defined]
+    with raises_error("lora-unsupported", where="model.lora"):
+        with_adapter(tiny("llama"), lora, None)
 
 
 @pytest.mark.parametrize(

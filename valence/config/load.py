@@ -542,6 +542,8 @@ def _leaves(section: Section, path: Key) -> Iterator[tuple[Key, object, object]]
                 yield from _leaves(item, (*key, index))
         else:
             yield key, value, _default(field)
+    for name, value in (section.model_extra or {}).items():
+        yield (*path, name), value, None
 
 
 def _default(field: FieldInfo) -> object:

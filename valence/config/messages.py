@@ -25,7 +25,7 @@ from valence.config.describe import (
     types_of,
 )
 from valence.config.parse import RawRecipe, value_at
-from valence.config.schema import LORA_FIELDS_REFUSED
+from valence.config.schema import LORA_FIELDS_REFUSED, peft_fields
 from valence.errors import UserError
 
 
@@ -54,7 +54,8 @@ def of_setting(
     node = at(schema_of(model), path)
     where = raw.where(full)
     if error["type"] == "extra_forbidden":
-        refused = LORA_FIELDS_REFUSED.get(str(path[-1])) if full[:-1] == ("model", "lora") else None
+        is_lora = full[:-1] == ("model", "lora")
+        refused = LORA_FIELDS_REFUSED.get(str(path[-1])) if is_lora else None
         if refused is not None:
             why, fix = refused
             return UserError(
@@ -65,6 +66,10 @@ def of_setting(
             )
         names = names_of(at(schema_of(model), path[:-1]))
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names, loss_names)
+        if is_lora:
+            near = get_close_matches(str(path[-1]), sorted(peft_fields() - {*names}), n=1)
+            fix = "".join(f"did you mean model.lora.{name}? " for name in near) + fix
+            fix += "; other fields of PEFT's LoraConfig can be set, too"
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         return UserError(

@@ -9,6 +9,7 @@ which are passed to the loader (see ``load.py``).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -205,52 +206,58 @@ LORA_INITIALIZATIONS_REFUSED = {
 }
 """Values of ``init_lora_weights`` that PEFT has and a recipe cannot use: why, and what to do."""
 
-_NO_DATA = "it configures an initialization that needs a pass over the data before training"
-_AS_NF4 = "remove it, and set model.quantize: nf4 to quantize the base model"
-LORA_FIELDS_REFUSED = {
-    "fan_in_fan_out": ("PEFT detects it for each layer", "remove it"),
-    "megatron_config": ("Valence does not load Megatron models", "remove it"),
-    "megatron_core": ("Valence does not load Megatron models", "remove it"),
-    "loftq_config": (LORA_INITIALIZATIONS_REFUSED["loftq"][0], _AS_NF4),
-    "eva_config": (_NO_DATA, "remove it, and set init_lora_weights: gaussian or pissa"),
-    "corda_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
-    "lora_ga_config": (_NO_DATA, "remove it, and set init_lora_weights: pissa"),
-    "velora_config": (
-        "VeLoRA approximates gradients, and Valence guarantees exact ones",
-        "remove it; to save memory, set train.checkpointing: full",
-    ),
-    "alora_invocation_tokens": (
-        "an activated LoRA changes only the tokens after its invocation, so it can be neither "
-        "merged nor packed",
-        "remove it",
-    ),
-    "use_qalora": ("QA-LoRA needs a GPTQ model, which Valence does not train", _AS_NF4),
-    "qalora_group_size": ("QA-LoRA needs a GPTQ model, which Valence does not train", _AS_NF4),
-    "monteclora_config": (
-        "it samples weights in every forward pass, so the loss would depend on the micro-batches",
-        "remove it",
-    ),
-    "layer_replication": (
-        "the policy would have other layers than model.name",
-        "remove it; to train a larger model, build that model first and set model.name to its "
-        "folder",
-    ),
-    "runtime_config": ("it only moves the initialization of DoRA to another device", "remove it"),
-    "use_bdlora": (
-        "block-diagonal adapters are for inference engines with tensor parallelism",
-        "remove it",
-    ),
-    "arrow_config": (
-        "Arrow routes between trained adapters, and trains none",
-        "remove it; merge the adapters before training, or continue one of them with model.adapter",
-    ),
-    "kasa_config": (
-        "KaSA deletes singular values of the model's weights, so that training would not start "
-        "from the model",
-        "remove it; for an initialization by singular vectors, set init_lora_weights: pissa",
-    ),
+LORA_FIELDS_REFUSED: dict[str, tuple[str, str]] = {
+    name: (why, fix)
+    for names, why, fix in (
+        (
+            "eva_config corda_config lora_ga_config",
+            "it configures an initialization that needs a pass over the data before training",
+            "remove it, and set init_lora_weights: gaussian or pissa",
+        ),
+        (
+            "loftq_config kasa_config layer_replication",
+            "training would not start from the model of model.name",
+            "remove it; to quantize the base model, set model.quantize: nf4",
+        ),
+        (
+            "velora_config monteclora_config",
+            "its gradients are not exact, or depend on the micro-batches",
+            "remove it; to save memory, set train.checkpointing: full",
+        ),
+        (
+            "alora_invocation_tokens use_bdlora arrow_config",
+            "such an adapter cannot be merged into the model",
+            "remove it",
+        ),
+        (
+            "use_qalora qalora_group_size",
+            "QA-LoRA needs a GPTQ model, which Valence does not train",
+            "remove it, and set model.quantize: nf4 to quantize the base model",
+        ),
+    )
+    for name in names.split()
 }
 """Fields of PEFT's ``LoraConfig`` that a recipe cannot set: why, and what to do."""
+LORA_FIELDS_SET = frozenset([
+    "r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "peft_type", "auto_mapping",
+    "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+])  # fmt: skip
+"""Fields of ``LoraConfig`` that follow from other settings."""
+
+
+def peft_fields() -> frozenset[str]:
+    """The fields of PEFT's ``LoraConfig`` that ``model.lora`` passes to it under the same name."""
+    from peft import LoraConfig
+
+    names = {field.name for field in dataclasses.fields(LoraConfig)}
+    return frozenset(names - LORA_FIELDS_SET - LORA_FIELDS_REFUSED.keys())
+
+
+def _peft_field(name: str) -> str:
+    """Refuse a name that is no field of PEFT's ``LoraConfig``."""
+    if name not in peft_fields():
+        raise PydanticCustomError("extra_forbidden", "no such setting")
+    return name
 
 
 def _names_or_pattern(value: Any) -> Any:
@@ -285,6 +292,11 @@ LoraInitialization = Annotated[
 
 
 class LoraSettings(Section):
+    """Settings of a low-rank adapter. Any other field of PEFT's ``LoraConfig`` can be set, too."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[Annotated[str, AfterValidator(_peft_field)], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
+
     rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
     alpha: PositiveFloat | None = None
@@ -384,7 +396,9 @@ class Model(Section):
     automatic choice.
     """
     lora: LoraSettings | None = None
-    """Train a low-rank adapter instead of all weights."""
+    """Train a low-rank adapter instead of all weights. Any other field of PEFT's `LoraConfig` can
+    be set here by its name.
+    """
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
     quantize: Literal["nf4"] | None = None

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from valence.config.schema import peft_fields
 from valence.errors import UserError
 from valence.models.loading import loading, must_exist
 from valence.models.weights import check_complete, check_finite, check_type
@@ -219,24 +220,6 @@ def keep_input_dtype(module: nn.Module) -> Iterator[None]:
             layer.cast_input_dtype_enabled = is_enabled
 
 
-FIELDS = (
-    "exclude_modules",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layers_pattern",
-    "target_parameters",
-    "modules_to_save",
-    "trainable_token_indices",
-    "ensure_weight_tying",
-    "bias",
-    "lora_bias",
-)
-"""Settings of ``model.lora`` that are fields of the same name of PEFT's ``LoraConfig``."""
-
-
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """Settings of ``model.lora`` whose keys are regular expressions."""
 
@@ -245,7 +228,7 @@ def _lora_config(model: nn.Module, lora: Any) -> Any:
     """Return PEFT's ``LoraConfig`` for the settings of ``model.lora``. Only rank, alpha, dropout
     and targets are required.
 
-    Raises UserError for a name that is not in the model.
+    Raises UserError for a name that is not in the model, and for settings that PEFT refuses.
     """
     from peft import LoraConfig
 
@@ -255,18 +238,18 @@ def _lora_config(model: nn.Module, lora: Any) -> Any:
     layers = getattr(lora, "layers_to_transform", None)
     if targets == "all-linear" and layers is not None:  # PEFT takes layers only with a list
         targets = _linear_layers(model)
-    fields = {name: value for name in FIELDS if (value := getattr(lora, name, None))}
-    if layers is not None:
-        fields["layers_to_transform"] = layers
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        init_lora_weights=getattr(lora, "init_lora_weights", True),
-        task_type=_task(model),
-        **fields,
-    )
+    fields = {name: getattr(lora, name, None) for name in peft_fields()}
+    try:
+        return LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+            lora_dropout=lora.dropout,
+            target_modules=targets,
+            task_type=_task(model),
+            **{name: value for name, value in fields.items() if value is not None},
+        )
+    except (ValueError, TypeError) as error:
+        raise _unsupported(error) from error
 
 
 def changes_base(lora: Any) -> bool:
@@ -347,18 +330,23 @@ def _add_adapter(model: nn.Module, config: Any, *, low_cpu_mem_usage: bool = Fal
             return get_peft_model(cast(Any, model), config, low_cpu_mem_usage=low_cpu_mem_usage)
     except (ValueError, TypeError, NotImplementedError) as error:
         if "target" not in str(error).lower():
-            raise UserError(
-                f"PEFT cannot create the adapter: {error}",
-                code="lora-unsupported",
-                where="model.lora",
-                fix="change or remove the setting of model.lora that the message names",
-            ) from error
+            raise _unsupported(error) from error
         raise UserError(
             str(error),
             code="lora-targets",
             where="model.lora.targets",
             fix=f"use names of linear layers of this model ({', '.join(names)}), or all-linear",
         ) from error
+
+
+def _unsupported(error: Exception) -> UserError:
+    """The error for settings that PEFT does not accept."""
+    return UserError(
+        f"PEFT cannot create the adapter: {error}",
+        code="lora-unsupported",
+        where="model.lora",
+        fix="change or remove the setting of model.lora that the message names",
+    )
 
 
 @contextmanager
