@@ -16,6 +16,7 @@ __all__ = ["llama_cpp", "smollm2"]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @needs_llama_cpp
+@pytest.mark.daily
 def test_smollm2_answers_in_llama_cpp_as_in_its_run(
     smollm2: Path, llama_cpp: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

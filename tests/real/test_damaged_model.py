@@ -38,6 +38,7 @@ def damage(source: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
+@pytest.mark.daily
 def test_the_gate_fails_on_a_damaged_model_and_passes_on_the_same_one(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
