@@ -31,9 +31,12 @@ FAST := not slow and not real and not site and not vllm
 test: setup lint
 	$(PYTEST) -m "$(FAST)"
 
-# The complete suite but for tests that take minutes each, and with nothing that needs another environment skipped.
+# The fast tests, and those of several processes, vLLM, real models, the site and kills but for the longest, with nothing skipped because
+# another environment is missing.
+CI := not daily and (not slow or dist or real or site or vllm)
 test-ci: setup lint
-	VALENCE_REQUIRE_ALL=1 $(PYTEST) -m "not daily"
+	VALENCE_REQUIRE_ALL=1 $(PYTEST) -m "$(CI)"
+	VALENCE_REQUIRE_ALL=1 $(PYTEST) -m "slow and not dist" tests/crash
 
 # Everything, once a day of work. Tests that need vLLM, Open WebUI, llama.cpp, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
 test-all: setup lint
