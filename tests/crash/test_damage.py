@@ -420,7 +420,9 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
     if moment == "before it is checked":
         monkeypatch.setattr(saved_models, "check", after_replacing(saved_models.check))
     elif moment == "before it is loaded":
-        monkeypatch.setattr(saved_models.store, "load", after_replacing(saved_models.store.load))
+        monkeypatch.setattr(
+            saved_models.state_files, "load", after_replacing(saved_models.state_files.load)
+        )
     else:
         monkeypatch.setattr(
             saved_models, "load_weights", after_replacing(saved_models.load_weights)
