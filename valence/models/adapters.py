@@ -238,7 +238,8 @@ def _lora_config(model: nn.Module, lora: Any) -> Any:
     layers = getattr(lora, "layers_to_transform", None)
     if targets == "all-linear" and layers is not None:  # PEFT takes layers only with a list
         targets = _linear_layers(model)
-    fields = {name: getattr(lora, name, None) for name in peft_fields()}
+    # Copies, because PEFT adds patterns of its own to them.
+    fields = {name: copy.deepcopy(getattr(lora, name, None)) for name in peft_fields()}
     try:
         return LoraConfig(
             r=lora.rank,
