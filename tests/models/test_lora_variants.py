@@ -25,7 +25,7 @@ from valence.config.schema import (
     peft_fields,
 )
 from valence.models import head
-from valence.models.adapters import save_adapter, starts_at_base, with_adapter
+from valence.models.adapters import save_adapter, starts_at_base, unsplittable, with_adapter
 from valence.models.build import build_policy, build_reference
 from valence.models.check import plain_batch
 from valence.models.memory import predict
@@ -238,6 +238,8 @@ def test_a_field_that_valence_does_not_declare_reaches_peft() -> None:
     settings = LoraSettings.model_validate({"rank": 2, "megatron_core": "other"})
     adapted: Any = with_adapter(tiny("llama"), settings, None)
     assert adapted.peft_config["default"].megatron_core == "other"
+    assert not starts_at_base(settings)  # the reference is a copy of the model
+    assert unsplittable(settings) == "megatron_core"
     with pytest.raises(ValidationError, match="no such setting"):
         LoraSettings.model_validate({"megatron_cores": "other"})
 

@@ -266,7 +266,8 @@ def starts_at_base(lora: Any) -> bool:
     reference during the entire run.
     """
     is_zero = getattr(lora, "init_lora_weights", True) in (True, "gaussian", "mica")
-    return is_zero and getattr(lora, "bias", "none") == "none"
+    has_unknown = bool(getattr(lora, "model_extra", None))  # may do anything
+    return is_zero and getattr(lora, "bias", "none") == "none" and not has_unknown
 
 
 def unsplittable(lora: Any) -> str | None:
@@ -288,6 +289,7 @@ def unsplittable(lora: Any) -> str | None:
         if getattr(lora, name, None)
     ]
     names += ["bias"] if getattr(lora, "bias", "none") != "none" else []
+    names += getattr(lora, "model_extra", None) or {}  # fields that Valence does not know
     return names[0] if names else None
 
 
