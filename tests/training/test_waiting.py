@@ -43,7 +43,9 @@ def test_no_micro_batch_is_waited_for(name: str) -> None:
     with simulated_device() as waits:
         policy, reference = moved(*models_for(name))
         actual = objective(name, policy, reference, budget=30)
-        outcome = actual.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
+        rows = units_for(name)
+        plan = actual.plan(rows, iter(units_for(name, 3, 9)), backward=True)
+        outcome = actual.run(rows, plan=plan, backward=True)
         assert outcome.loss.device == CUDA
         assert outcome.micro_batches >= 3
         assert all(
