@@ -245,8 +245,8 @@ def test_a_field_that_valence_does_not_declare_reaches_peft() -> None:
 
 
 def test_settings_that_peft_does_not_accept_are_an_error() -> None:
-    lora = type("Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": ["q_proj"]})
-    lora.layers_pattern = "layers"  # type: ignore[attr-defined]
+    settings = {"rank": 2, "alpha": None, "dropout": 0.0, "targets": ["q_proj"]}
+    lora = type("Lora", (), settings | {"layers_pattern": "layers"})
     with raises_error("lora-unsupported", where="model.lora"):
         with_adapter(tiny("llama"), lora, None)
 

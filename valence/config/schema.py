@@ -215,9 +215,14 @@ LORA_FIELDS_REFUSED: dict[str, tuple[str, str]] = {
             "remove it, and set init_lora_weights: gaussian or pissa",
         ),
         (
-            "loftq_config kasa_config layer_replication",
+            "loftq_config",
             "training would not start from the model of model.name",
-            "remove it; to quantize the base model, set model.quantize: nf4",
+            "remove it, and set model.quantize: nf4 to quantize the base model",
+        ),
+        (
+            "kasa_config layer_replication",
+            "training would not start from the model of model.name",
+            "remove it",
         ),
         (
             "velora_config monteclora_config",
