@@ -281,7 +281,7 @@ all_stores = pytest.mark.parametrize(
 
 
 def fill(lines: Lines, folder: Path, *numbers: int) -> list[int]:
-    """Open the store and add items; the numbers of those that it had."""
+    """Open the store, add items, and return the numbers of the earlier ones."""
     with lines.open(folder) as store:
         items = lines.read(store)
         for n in numbers:

@@ -135,7 +135,7 @@ class StepPacker:
     def host_micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> MicroBatch:
         """Build a micro-batch in host memory, which is pinned if it will run on CUDA."""
         rows = [  # one for each sequence
-            _Sequence(self._all[i], i % len(self.examples), side, requires_grad)
+            _BatchSequence(self._all[i], i % len(self.examples), side, requires_grad)
             for chosen, requires_grad in ((indices, True), (no_grad, False))
             for i in chosen
             for side in range(len(self._all[i].answers))
@@ -226,7 +226,7 @@ def round_robin(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _BatchSequence:
     """One sequence of a micro-batch. number: index of its example in the step."""
 
     example: TokenizedExample
@@ -250,7 +250,10 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _make_tensors(
-    tree: PrefixTree, rows: Sequence[_Sequence], groups: Sequence[int] | None, device: torch.device
+    tree: PrefixTree,
+    rows: Sequence[_BatchSequence],
+    groups: Sequence[int] | None,
+    device: torch.device,
 ) -> MicroBatch:
     """Build the tensors of a micro-batch in host memory. groups, device: see ``StepPacker``."""
     float_type = torch.float32 if device.type == "mps" else torch.float64
@@ -293,7 +296,9 @@ def _make_tensors(
     )
 
 
-def _token_columns(rows: Sequence[_Sequence], tree: PrefixTree) -> list[tuple[str, list[float]]]:
+def _token_columns(
+    rows: Sequence[_BatchSequence], tree: PrefixTree
+) -> list[tuple[str, list[float]]]:
     """Columns of the completions: (name, a number for each token that a loss reads).
 
     Raises ValueError where only some completions have a column.
@@ -308,7 +313,7 @@ def _token_columns(rows: Sequence[_Sequence], tree: PrefixTree) -> list[tuple[st
     return [(name, [columns[s][name][at - starts[s]] for s, at in places]) for name in names]
 
 
-def _targets(rows: Sequence[_Sequence]) -> list[list[float]] | None:
+def _targets(rows: Sequence[_BatchSequence]) -> list[list[float]] | None:
     """Scores of the data [S, A], NaN where a row has none; None when no row has any."""
     scores = [
         row.example.scores[row.side : row.side + 1]

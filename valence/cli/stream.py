@@ -33,9 +33,8 @@ class EventStream:
         self._write({"event": "started", "run": _text(folder), "resumed": resumed})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
-        from valence.training.folder import (
-            finite,  # imports torch, which the run has imported already
-        )
+        # imports torch, which the run has imported already
+        from valence.training.folder import finite
 
         self._write(finite(record))
 

@@ -74,7 +74,7 @@ class _Tokens:
 
 
 @dataclass(slots=True)
-class _Notes:
+class _EncodingState:
     """What is found out about one example while it is encoded."""
 
     notes: set[str] = field(default_factory=set[str])
@@ -185,7 +185,7 @@ class Encoder:
         """
         try:
             [prompt] = self.rendered_as(prompt)
-            return self._tokens(self._form(prompt), (), False, _Notes()).prompt
+            return self._tokens(self._form(prompt), (), False, _EncodingState()).prompt
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
 
@@ -196,7 +196,7 @@ class Encoder:
 
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
-        return self._encode(example, source, _Notes())
+        return self._encode(example, source, _EncodingState())
 
     def encode_all(
         self, examples: Sequence[Example], sources: Sequence[str] | None = None
@@ -211,40 +211,43 @@ class Encoder:
         builder = EncodedChunkBuilder()
         for i, example in enumerate(examples):
             source = sources[i] if sources else ""
-            rows = [_Notes()]
-            results = [self._encode(example, source, rows[0])]
+            states = [_EncodingState()]
+            results = [self._encode(example, source, states[0])]
             turns: list[Example] = []
-            if rows[0].rewritten and isinstance(example, Demonstration):
+            if states[0].rewritten and isinstance(example, Demonstration):
                 turns = _one_per_turn(example)
-                rows = [_Notes(earlier_turns_trainable=False) for _ in turns]
+                states = [_EncodingState(earlier_turns_trainable=False) for _ in turns]
                 results = [
-                    self._encode(turn, source, row) for turn, row in zip(turns, rows, strict=True)
+                    self._encode(turn, source, state)
+                    for turn, state in zip(turns, states, strict=True)
                 ]
-                rows[0].notes.add("split_turns")
-            notes = sorted({note for row in rows for note in row.notes})
-            lengths = [row.length for row in rows if row.length is not None]
+                states[0].notes.add("split_turns")
+            notes = sorted({note for state in states for note in state.notes})
+            lengths = [state.length for state in states if state.length is not None]
             builder.add(example, results, notes, lengths, len(turns))
         return builder.chunk()
 
-    def _encode(self, example: Example, source: str, row: _Notes) -> TokenizedExample | Unusable:
+    def _encode(
+        self, example: Example, source: str, state: _EncodingState
+    ) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
-        row.follows = isinstance(example, Ranking)
+        state.follows = isinstance(example, Ranking)
         trained_prompt = (
-            row.earlier_turns_trainable
+            state.earlier_turns_trainable
             and isinstance(example, Demonstration)
             and self.train_on == "assistant"
         )
         try:
-            prompt, completions = self._read_tokens(example.prompt, completions, row)
+            prompt, completions = self._read_tokens(example.prompt, completions, state)
             prompt, *completions = self.rendered_as(prompt, *completions)
             prompt = self._form(prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
-                row.notes.add("text_has_no_turns")
-            tokens = self._tokens(prompt, completions, trained_prompt, row)
-            row.length = tokens.length
-            fitted = self._fit(tokens, prompt, completions, trained_prompt, row)
+                state.notes.add("text_has_no_turns")
+            tokens = self._tokens(prompt, completions, trained_prompt, state)
+            state.length = tokens.length
+            fitted = self._fit(tokens, prompt, completions, trained_prompt, state)
         except RowError as error:
-            row.rewritten = isinstance(error, RewrittenTurnError)
+            state.rewritten = isinstance(error, RewrittenTurnError)
             return Unusable(
                 origin=example.origin,
                 kind=error.kind,
@@ -268,7 +271,7 @@ class Encoder:
     # --- a prompt and its answers as tokens
 
     def _read_tokens(
-        self, prompt: Content, completions: Sequence[Content], row: _Notes
+        self, prompt: Content, completions: Sequence[Content], state: _EncodingState
     ) -> tuple[Content, Sequence[Content]]:
         """The same, or their texts if they are tokens of another or an unknown vocabulary.
 
@@ -289,7 +292,7 @@ class Encoder:
                 'if they are tokens of this model, add sampled: {"vocabulary": '
                 f'"{self.vocab.digest}"}} to the row; otherwise add the text of prompt and answer',
             )
-        row.notes.add("tokenized_again")
+        state.notes.add("tokenized_again")
         return first, texts
 
     def _form(self, prompt: Content, completions: Sequence[Content] = ()) -> Content:
@@ -316,41 +319,49 @@ class Encoder:
         return _turns(prompt, "user")
 
     def _tokens(
-        self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Notes
+        self,
+        prompt: Content,
+        completions: Sequence[Content],
+        trained_prompt: bool,
+        state: _EncodingState,
     ) -> _Tokens:
         """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
         if isinstance(prompt, Chat):
-            tokens = self._chat_tokens(prompt, completions, trained_prompt, row)
+            tokens = self._chat_tokens(prompt, completions, trained_prompt, state)
         elif isinstance(prompt, Ids):
-            tokens = self._ids_tokens(prompt, completions, row)
+            tokens = self._ids_tokens(prompt, completions, state)
         else:
-            tokens = self._text_tokens(prompt, completions, row)
+            tokens = self._text_tokens(prompt, completions, state)
         if self.vocab.bos is not None and tokens.prompt[:2] == (self.vocab.bos, self.vocab.bos):
-            row.notes.add("double_bos")
+            state.notes.add("double_bos")
         return tokens
 
     def _chat_tokens(
-        self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Notes
+        self,
+        prompt: Chat,
+        completions: Sequence[Content],
+        trained_prompt: bool,
+        state: _EncodingState,
     ) -> _Tokens:
         if self.template.exists:
             _ = self.template.turn_end  # a template that does not work is no mistake of the row
         text = self.template.prompt(prompt)
-        self._note_special(prompt, row)
+        self._note_special(prompt, state)
         if prompt.tools and not self.template.reads_tools(prompt.tools):
-            row.notes.add("tools_ignored")
+            state.notes.add("tools_ignored")
         plain = self.vocab.ids(text)
         chats = [_turns(completion, "assistant") for completion in completions]
         rendered: list[RenderedAnswer] = []
         for chat in chats:
             _check_turns(chat)
-            self._note_special(chat, row)
+            self._note_special(chat, state)
             rendered.append(self.template.answer(prompt, text, chat))
-            row.notes.update(rendered[-1].notes)
+            state.notes.update(rendered[-1].notes)
         context = min((part.context for part in rendered), key=len, default=text)
         ids = plain if context == text else self.vocab.ids(context)
         mask = (False,) * len(ids)
         if trained_prompt:
-            joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
+            joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), state)
             if joined != ids:
                 message = (
                     "the tokens of an earlier assistant turn cannot be separated from the text "
@@ -363,10 +374,10 @@ class Encoder:
             # text.
             between = part.context[len(context) :]
             pieces = [(between, False), *part.pieces] if between else part.pieces
-            answers.append(self._ended(self._join(pieces, context, ids, row), row))
+            answers.append(self._ended(self._join(pieces, context, ids, state), state))
         return _Tokens(ids, mask, tuple(answers))
 
-    def _ended(self, marked: Marked, row: _Notes) -> TokenizedCompletion:
+    def _ended(self, marked: Marked, state: _EncodingState) -> TokenizedCompletion:
         """An answer with the end-of-turn token that the template printed, or else with one
         appended.
         """
@@ -381,41 +392,45 @@ class Encoder:
             raise _empty_answer()
         if ids[-1] in self._stops:
             return TokenizedCompletion(ids, mask)
-        row.notes.add("end_of_turn_added")
+        state.notes.add("end_of_turn_added")
         end = self.template.turn_end.token
         return TokenizedCompletion((*ids, self.vocab.eos if end is None else end), (*mask, True))
 
-    def _text_tokens(self, prompt: str, completions: Sequence[Content], row: _Notes) -> _Tokens:
-        self._note_special(prompt, row)
+    def _text_tokens(
+        self, prompt: str, completions: Sequence[Content], state: _EncodingState
+    ) -> _Tokens:
+        self._note_special(prompt, state)
         plain, prefix = self.vocab.ids(prompt), self.vocab.prefix
         head = len(prefix)
         if prefix and plain[:head] == prefix:
-            row.notes.add("bos_in_text")
+            state.notes.add("bos_in_text")
             ids = plain
         elif plain or prefix:
             ids = prefix + plain
         else:
-            row.notes.add("empty_prompt")
+            state.notes.add("empty_prompt")
             ids, head = self.vocab.stand_in, 1
-        answers = (self._text_answer(c, prompt, plain, row) for c in completions)
+        answers = (self._text_answer(c, prompt, plain, state) for c in completions)
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head)
 
     def _text_answer(
-        self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Notes
+        self, completion: Content, prompt: str, plain: tuple[int, ...], state: _EncodingState
     ) -> TokenizedCompletion:
         if not isinstance(completion, str):
             raise _mixed("text", completion)
         if not completion.strip():
             raise _empty_answer()
-        self._note_special(completion, row)
-        ids, mask = self._join([(completion, True)], prompt, plain, row)
+        self._note_special(completion, state)
+        ids, mask = self._join([(completion, True)], prompt, plain, state)
         if not ids:
             raise _empty_answer()
         if ids[-1] not in self.end_ids:
             ids, mask = (*ids, self.vocab.eos), (*mask, True)
         return TokenizedCompletion(ids, mask)
 
-    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Notes) -> _Tokens:
+    def _ids_tokens(
+        self, prompt: Ids, completions: Sequence[Content], state: _EncodingState
+    ) -> _Tokens:
         ids = self.vocab.checked(prompt.ids)
         if not ids:
             raise RowError(
@@ -430,7 +445,7 @@ class Encoder:
             if not completion.ids:
                 raise _empty_answer()
             answer = self.vocab.checked(completion.ids)
-            columns = self._columns(completion.sampled, row)
+            columns = self._columns(completion.sampled, state)
             answers.append(
                 TokenizedCompletion(
                     answer, (True,) * len(answer), answer[-1] in self.end_ids, columns
@@ -439,13 +454,13 @@ class Encoder:
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
 
     def _columns(
-        self, sampled: Sampled | None, row: _Notes
+        self, sampled: Sampled | None, state: _EncodingState
     ) -> tuple[tuple[str, tuple[float, ...]], ...]:
         """`old` of an answer that was sampled, if it is to be known."""
-        if sampled is None or not sampled.logps or not row.follows:
+        if sampled is None or not sampled.logps or not state.follows:
             return ()
         if not sampled.plain:
-            row.notes.add("logps_of_others")
+            state.notes.add("logps_of_others")
             return ()
         return (("old", sampled.logps),)
 
@@ -462,19 +477,19 @@ class Encoder:
             {self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None}
         )
 
-    def _note_special(self, content: str | Chat, row: _Notes) -> None:
+    def _note_special(self, content: str | Chat, state: _EncodingState) -> None:
         texts = (
             [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
         )
         if any(isinstance(t, str) and self._special.search(t) for t in texts):
-            row.notes.add("special_tokens_in_text")
+            state.notes.add("special_tokens_in_text")
 
     def _join(
-        self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Notes
+        self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], state: _EncodingState
     ) -> Marked:
         marked, merged = self.vocab.join(pieces, before, context)
         if merged:
-            row.notes.add("boundary_merges")
+            state.notes.add("boundary_merges")
         return marked
 
     # --- rows longer than max_length
@@ -485,7 +500,7 @@ class Encoder:
         prompt: Content,
         completions: Sequence[Content],
         trained_prompt: bool,
-        row: _Notes,
+        state: _EncodingState,
     ) -> _Tokens | None:
         """The same within max_length, or None."""
         if tokens.length.longest <= self.max_length:
@@ -496,13 +511,13 @@ class Encoder:
         elif self.long_rows == "cut_prompt":
             if isinstance(prompt, Chat):
                 shorter = (
-                    self._tokens(p, completions, trained_prompt, row) for p in _shorter(prompt)
+                    self._tokens(p, completions, trained_prompt, state) for p in _shorter(prompt)
                 )
                 fitted = next((t for t in shorter if t.length.longest <= self.max_length), None)
             else:
                 fitted = _cut_prompt(tokens, self.max_length)
         if fitted is not None:
-            row.notes.add(self.long_rows)
+            state.notes.add(self.long_rows)
         return fitted
 
     def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
