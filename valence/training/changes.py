@@ -394,7 +394,7 @@ def _describe_change(
     num_appended = len(corpus.units) - before
     if num_appended > 0 and recorded.get("digest") == _digest(corpus, _in_order(name), before):
         first = corpus.units.origins[before]
-        return f"{counts}: {num_appended} were appended, the first is {first}"
+        return f"{counts}: {num_appended} appended, the first is {first}"
     if saved is None:
         return counts
     hashes = corpus.units.columns["fingerprint"].tolist()
