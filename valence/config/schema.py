@@ -300,7 +300,7 @@ class LoraSettings(Section):
     """Settings of a low-rank adapter. Any other field of PEFT's ``LoraConfig`` can be set, too."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[Annotated[str, AfterValidator(_peft_field)], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
+    __pydantic_extra__: dict[Annotated[str, AfterValidator(_peft_field)], Any] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
