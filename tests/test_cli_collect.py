@@ -23,9 +23,9 @@ from tests.errors import check_error
 from tests.programs import Program
 from tests.serving.kit import events, rows, save_model, saved_model
 from valence import cli
+from valence.apps.serve.app import DEFECT
+from valence.apps.serve.feedback import FeedbackStore
 from valence.cli import collect, common
-from valence.serving.app import DEFECT
-from valence.serving.feedback import FeedbackStore
 
 
 @pytest.fixture(autouse=True)

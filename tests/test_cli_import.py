@@ -87,7 +87,7 @@ def test_json_reports_why_nothing_was_imported(capsys: pytest.CaptureFixture[str
 
 
 def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    from valence.jobs import import_rows
+    from valence.apps.feedback import import_rows
 
     requests: list[object] = []
 

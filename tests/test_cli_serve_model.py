@@ -26,8 +26,8 @@ from tests.command import command, command_error, write_place
 from tests.errors import check_error
 from tests.programs import Program
 from tests.serving.kit import rows, save_model, saved_model
+from valence.apps.serve.experiment import Experiment, ServedRun
 from valence.cli import common
-from valence.serving.experiment import Experiment, ServedRun
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG = {**HELLO, "max_tokens": 200, "temperature": 0}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 from tests.arch.source import FILES, ROOT
+from tests.command import write_place
 from valence.errors import DISTRIBUTION
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -74,3 +78,39 @@ def test_the_wheel_contains_the_templates_of_the_reports() -> None:
     assert names <= SOURCES.keys()
     target = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
     assert target["build"]["targets"]["wheel"]["packages"] == ["valence"]  # all of its files
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv[1].split(","))
+sys.argv = ["valence", *sys.argv[2:]]
+import valence
+from valence import cli
+valence.train, valence.LOSSES
+cli.main()
+"""
+"""Runs a command where the modules named in the first argument cannot be imported."""
+
+
+def test_training_needs_no_app_and_no_extra(tmp_path: Path) -> None:
+    import_names = {"prometheus-client": "prometheus_client", "math-verify": "math_verify"}
+    import_names |= {"liger-kernel": "liger_kernel", "mlflow-skinny": "mlflow"}
+    extras = {
+        import_names.get(name, name)
+        for extra, items in PROJECT["optional-dependencies"].items()
+        if extra not in ("dev", "docs")
+        for item in items
+        for name in [re.split(r"[\[<>=]", item)[0]]
+    }
+    write_place(tmp_path)
+    words = ("train", "recipe.yaml", "train.max_steps=1")
+    forbidden = ",".join(["valence.apps", *sorted(extras)])
+    completed = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, forbidden, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert (tmp_path / "runs/first/model/model.safetensors").is_file()

@@ -21,19 +21,19 @@ import pytest
 
 from tests.errors import raises_error
 from valence import storage
+from valence.apps.feedback.import_store import ImportStore
+from valence.apps.feedback.review_labels import DecisionLog
+from valence.apps.serve.chat import Answer
+from valence.apps.serve.experiment import Experiment, ServedRun
+from valence.apps.serve.feedback import AnswerFile
 from valence.data.importers.records import Vote
 from valence.errors import UserError
 from valence.files import FIX
-from valence.jobs.import_store import ImportStore
-from valence.jobs.review_labels import DecisionLog
 from valence.jobs.row_job import OutputFile
 from valence.jobs.sample_rows import PendingAnswers
 from valence.reports.sinks import JsonlSink
 from valence.rewards.cache import ScoreCache, digest
 from valence.rollouts.protocol import Sampling
-from valence.serving.chat import Answer
-from valence.serving.experiment import Experiment, ServedRun
-from valence.serving.feedback import AnswerFile
 from valence.storage import InUseError, Journal, LineFile, SharedJournal
 from valence.types import Completion, Ids, Origin, Score, content_id
 

@@ -38,9 +38,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.wrong_labels.__main__ import SETS
 from examples.demo import assets
+from valence.apps.feedback.audit_labels import C_STATES, hidden_states, load_policy
+from valence.apps.feedback.select_prompts import farthest_first, prompt_unit
 from valence.data.load import DataFile, stream
-from valence.jobs.audit_labels import C_STATES, hidden_states, load_policy
-from valence.jobs.select_prompts import farthest_first, prompt_unit
 from valence.reports.regression import fit_logistic, standardize
 from valence.reports.stats import auc, mean_interval, quantile
 from valence.targets import with_files

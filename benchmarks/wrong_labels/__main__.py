@@ -33,9 +33,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import valence
 from examples.demo import assets
+from valence.apps.feedback.audit_labels import C_FORM, C_STATES, hidden_states, load_policy
 from valence.data.label_audit import content_text
 from valence.data.load import DataFile, stream
-from valence.jobs.audit_labels import C_FORM, C_STATES, hidden_states, load_policy
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
 from valence.reports.rows import surprise

@@ -17,8 +17,8 @@ TAKES_ANYTHING = {
     "valence/user_code/attempt.py": 1,
     "valence/training/trainer.py": 1,
     "valence/network.py": 1,
-    "valence/serving/app.py": 1,
-    "valence/jobs/run_benchmarks.py": 1,
+    "valence/apps/serve/app.py": 1,
+    "valence/apps/compare/run_benchmarks.py": 1,
     "valence/models/loading.py": 1,
 }
 """Files with a handler of every error, each of which says why."""

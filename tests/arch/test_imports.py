@@ -77,7 +77,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "reports",
         "storage",
     ),
-    "export": ("types", "files", "storage", "data", "rollouts"),
     "evaluation": (
         "user_code",
         "storage",
@@ -89,17 +88,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "training": (*LAYERS, "evaluation"),
     "jobs": (*LAYERS, "network", "evaluation", "training"),
-    "serving": (*LAYERS, "training", "jobs"),
-    "sweeps": (*LAYERS, "training"),
+    "apps": (),
+    "apps.feedback": (*LAYERS, "network", "training", "jobs"),
+    "apps.compare": (*LAYERS, "network", "evaluation", "training", "jobs"),
+    "apps.serve": (*LAYERS, "network", "training", "jobs", "apps.feedback"),
+    "apps.export": ("types", "files", "storage", "data", "rollouts"),
+    "apps.sweep": (*LAYERS, "training"),
     "api": (*LAYERS, "training"),
     "cli": (
         *LAYERS,
         "network",
         "training",
         "jobs",
-        "serving",
-        "sweeps",
-        "export",
+        "apps",
         "api",
         "shipped",
     ),
@@ -170,7 +171,10 @@ PURE = ("torch", "annotated_types", "typing_extensions")
 
 def part_of(path: Path) -> str:
     """The part of the package that a file belongs to."""
-    return "__main__" if path.name == "__main__.py" else (name_of(path).split(".")[1:] or [""])[0]
+    if path.name == "__main__.py":
+        return "__main__"
+    names = name_of(path).split(".")[1:] or [""]
+    return ".".join(names[: 2 if names[0] == "apps" else 1])
 
 
 def test_imports_go_down_only() -> None:
@@ -247,7 +251,8 @@ def test_no_packages_import_each_other() -> None:
     everything else belongs to a package.
     """
     package = {
-        name: name if name in LEAVES else ".".join(name.split(".")[:2]) for name in module_graph()
+        name_of(path): name_of(path) if name_of(path) in LEAVES else f"valence.{part_of(path)}"
+        for path in FILES
     }
     graph: dict[str, set[str]] = {name: set() for name in package.values()}
     for name, targets in module_graph().items():

@@ -25,9 +25,9 @@ from tests.data.importers import (
 )
 from tests.data.importers.votes import REAL, write_jsonl
 from tests.docs.blocks import ROOT
+from valence.apps.feedback.import_rows import ImportSummary, import_feedback
 from valence.data.importers.records import SKIP_REASONS
 from valence.data.importers.sources import SOURCES, command_name
-from valence.jobs.import_rows import ImportSummary, import_feedback
 
 PAGE = ROOT / "docs" / "tasks" / "import-feedback.md"
 START, END = "<!-- counts -->\n", "<!-- end of counts -->\n"

@@ -12,9 +12,9 @@ from tests.command import command, command_error, place
 from tests.errors import raises_error
 from tests.evaluation.test_compare import SAMPLING, folder
 from tests.evaluation.test_judge import pair
+from valence.apps.compare.assertions import check_assertions, count_assertions, parse_assertions
 from valence.cli import GATE_FAILED
 from valence.cli.compare import shortened
-from valence.evaluation.assertions import check_assertions, count_assertions, parse_assertions
 
 __all__ = ["folder", "place"]
 

@@ -17,8 +17,8 @@ import pytest
 
 from tests.command import command
 from tests.errors import raises_error
+from valence.apps.compare.benchmarks import compare_results, read_benchmarks
 from valence.cli import GATE_FAILED
-from valence.evaluation.benchmarks import compare_results, read_benchmarks
 
 FOLDER = Path(__file__).parent / "lm_eval"
 BASELINE, CANDIDATE = FOLDER / "baseline.json", FOLDER / "candidate.json"

@@ -18,11 +18,11 @@ from tests.command import command, command_error, place
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
 from valence import cli, storage
+from valence.apps.compare.compare_models import ModelComparison
 from valence.cli import GATE_FAILED
 from valence.evaluation.summary import JudgeSummary, Position, Rates
 from valence.evaluation.win_rate import Estimate
 from valence.jobs import sample_rows
-from valence.jobs.compare_models import ModelComparison
 from valence.training import open_run as runs
 
 __all__ = ["place"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from valence.apps.compare.compare_models import ComparisonFolder
 from valence.config.schema import RewardSettings
 from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, build_judge
-from valence.jobs.compare_models import ComparisonFolder
 from valence.terminal import Terminal
 from valence.training.reward_models import reward_model
 from valence.types import Completion

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.command import command, command_error, place
 from tests.errors import check_error
 from tests.programs import Program
-from valence.jobs import run_benchmarks
+from valence.apps.compare import run_benchmarks
 
 __all__ = ["place"]
 

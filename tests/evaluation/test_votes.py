@@ -10,10 +10,10 @@ import pytest
 
 from tests.command import command, command_error
 from tests.errors import raises_error
-from valence.evaluation.votes import read_votes
+from valence.apps.compare.votes import read_votes
+from valence.apps.serve.chat import Answer
+from valence.apps.serve.feedback import FeedbackStore, Winner
 from valence.rollouts import Sampling
-from valence.serving.chat import Answer
-from valence.serving.feedback import FeedbackStore, Winner
 from valence.types import Completion
 
 VOTES: list[tuple[str, str, str, Winner]] = [

@@ -27,7 +27,7 @@ from tests.export.kit import (
     train_one_step,
     train_place,
 )
-from valence.export.llama_cpp import SETTING
+from valence.apps.export.llama_cpp import SETTING
 
 TYPES = ("f16", "q8_0", "q4_k_m", "q4_0")
 MODELS: dict[str, Any] = {

@@ -25,9 +25,9 @@ from tests.arch.source import ROOT
 from tests.command import command
 from tests.tiny import CHATML, CORPUS
 from tests.tiny_models import tiny
-from valence.export.gguf_tokenizer import LLAMA3, QWEN2
-from valence.export.llama_cpp import PACKAGE, SETTING
-from valence.export.probes import TEXTS
+from valence.apps.export.gguf_tokenizer import LLAMA3, QWEN2
+from valence.apps.export.llama_cpp import PACKAGE, SETTING
+from valence.apps.export.probes import TEXTS
 
 INSTALL_HINT = "no llama.cpp: run `make llama-cpp`"
 ADAPTER = ("model.lora.rank=4", "run.export=adapter")

@@ -23,9 +23,9 @@ from tests.export.kit import (
     train_place,
 )
 from tests.tiny import BOS
-from valence.export import llama_cpp
-from valence.export.contents import gguf_differences
-from valence.export.llama_cpp import PACKAGE, LlamaCpp, quantize
+from valence.apps.export import llama_cpp
+from valence.apps.export.contents import gguf_differences
+from valence.apps.export.llama_cpp import PACKAGE, LlamaCpp, quantize
 
 gguf = pytest.importorskip("gguf")
 

@@ -19,8 +19,8 @@ from tests.export.kit import (
     train_place,
 )
 from tests.tiny import BOS, CHATML
-from valence.export.gguf_file import write_gguf
-from valence.export.llama_cpp import PACKAGE, SETTING
+from valence.apps.export.gguf_file import write_gguf
+from valence.apps.export.llama_cpp import PACKAGE, SETTING
 
 __all__ = ["llama_cpp"]
 pytestmark = [pytest.mark.slow, needs_llama_cpp, pytest.mark.usefixtures("llama_cpp")]

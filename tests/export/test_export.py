@@ -18,18 +18,18 @@ from tests.command import command, command_error
 from tests.errors import check_error, raises_error
 from tests.export.kit import byte_level, export_files, sentencepiece, train_place
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
-from valence.cli import export as export_command
-from valence.data.template import ChatTemplate
-from valence.export import artifacts, llama_cpp
-from valence.export.gguf_file import (
+from valence.apps.export import artifacts, llama_cpp
+from valence.apps.export.gguf_file import (
     architecture_of,
     file_type_of,
     read_metadata,
 )
-from valence.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
-from valence.export.ollama import turn_texts
-from valence.export.probes import Probe, ProbeResult
-from valence.export.verify import compare
+from valence.apps.export.gguf_tokenizer import has_nfc_normalizer, tokenizer_fields
+from valence.apps.export.ollama import turn_texts
+from valence.apps.export.probes import Probe, ProbeResult
+from valence.apps.export.verify import compare
+from valence.cli import export as export_command
+from valence.data.template import ChatTemplate
 from valence.storage import lock_file
 from valence.types import Message
 
@@ -451,7 +451,7 @@ def _results(changes: dict[str, Any]) -> tuple[Probe, ProbeResult, ProbeResult]:
 
 
 def _compare(**changes: Any) -> Any:
-    from valence.export.probes import ArtifactResult
+    from valence.apps.export.probes import ArtifactResult
 
     stops = changes.pop("stops", (True,))
     probe, expected, result = _results(changes)
@@ -488,7 +488,7 @@ def test_each_difference_has_its_cause(changes: dict[str, Any], code: str) -> No
 
 
 def test_one_token_that_differs_is_not_hidden_by_the_mean() -> None:
-    from valence.export.probes import ArtifactResult
+    from valence.apps.export.probes import ArtifactResult
 
     logits = np.zeros((300, 3), np.float32)
     other = logits.copy()
@@ -507,7 +507,7 @@ def test_one_token_that_differs_is_not_hidden_by_the_mean() -> None:
 
 
 def test_the_model_of_a_4_bit_run_is_verified_only_if_it_answers_as_the_run() -> None:
-    from valence.export.probes import ArtifactResult
+    from valence.apps.export.probes import ArtifactResult
 
     logits = np.tile(np.array([0.1, 0.0, -1.0], np.float32), (100, 1))
     for same, status in {100: "verified", 95: "verified", 51: "not verified"}.items():

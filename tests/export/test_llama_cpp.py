@@ -18,7 +18,7 @@ from tests.export.kit import (
     train_place,
 )
 from tests.tiny import BOS
-from valence.export.probes import CONVERSATIONS, TEXTS
+from valence.apps.export.probes import CONVERSATIONS, TEXTS
 
 __all__ = ["llama_cpp"]
 pytestmark = [pytest.mark.slow, needs_llama_cpp, pytest.mark.usefixtures("llama_cpp")]

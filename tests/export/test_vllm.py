@@ -19,9 +19,9 @@ from tests.real.conftest import smollm2
 from tests.rollouts.test_vllm_starting import python as stand_in
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.tiny import BOS
-from valence.export import vllm
-from valence.export.probes import log_softmax
-from valence.export.vllm import MAX_LOGPROBS, complete_distribution
+from valence.apps.export import vllm
+from valence.apps.export.probes import log_softmax
+from valence.apps.export.vllm import MAX_LOGPROBS, complete_distribution
 from valence.rollouts.servers import PYTHON
 
 __all__ = ["smollm2"]

@@ -16,6 +16,8 @@ from tests.errors import check_error, raises_error
 from tests.jobs.chat_log import chat_log, entry, write_export
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
+from valence.apps.feedback.audit_labels import audit_labels, hidden_states
+from valence.apps.feedback.import_rows import import_feedback
 from valence.data.encode import Encoder
 from valence.data.label_audit import (
     RaterVerdict,
@@ -24,8 +26,6 @@ from valence.data.label_audit import (
     ratings_of_rows,
 )
 from valence.data.load import load
-from valence.jobs.audit_labels import audit_labels, hidden_states
-from valence.jobs.import_rows import import_feedback
 from valence.models.policy_model import PolicyModel
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit, fit_logistic

@@ -34,12 +34,12 @@ from tests.jobs.chat_log import (
     write_export,
 )
 from valence import storage
+from valence.apps.feedback import import_rows, import_store
+from valence.apps.feedback.import_rows import ImportSummary, import_feedback, print_summary
+from valence.apps.feedback.import_store import ImportStore, merge_votes
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.kind_names import METHOD_FOR, WORDS
-from valence.jobs import import_rows, import_store
-from valence.jobs.import_rows import ImportSummary, import_feedback, print_summary
-from valence.jobs.import_store import ImportStore, merge_votes
 from valence.reports.verdict import rows_needed
 from valence.types import Origin
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
+from valence.apps.feedback.import_rows import ImportSummary, import_feedback, print_summary
 from valence.data.importers.open_webui import read as read_open_webui
 from valence.data.importers.pull import server_address
 from valence.data.importers.records import ReadOptions, Skipped, Vote
-from valence.jobs.import_rows import ImportSummary, import_feedback, print_summary
 from valence.terminal import Terminal
 from valence.types import Origin
 

@@ -13,8 +13,8 @@ import torch
 from tests.command import command, command_error, place
 from tests.errors import check_error
 from tests.jobs.test_audit_labels import BAD, GOOD, thumbs, write
-from valence.jobs.select_prompts import Selection, farthest_first, select_prompts
-from valence.serving.prompts import PromptQueue
+from valence.apps.feedback.select_prompts import Selection, farthest_first, select_prompts
+from valence.apps.serve.prompts import PromptQueue
 
 __all__ = ["place"]
 

@@ -16,9 +16,9 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.hash_reward import hash_score
+from valence.apps.serve.reward_batches import Limits
+from valence.apps.serve.reward_server import Service, listening, web_server
 from valence.rewards.cache import MAX_SCORES
-from valence.rewards.server import Service, listening, web_server
-from valence.rewards.serving import Limits
 from valence.types import Completion, Score
 
 http_request = partial(httpx.request, verify=ssl.create_default_context())

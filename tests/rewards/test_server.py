@@ -26,8 +26,8 @@ from tests.rewards.reward_servers import (
     http_request,
     served,
 )
-from valence.rewards.server import ENDS, listening, split_query
-from valence.rewards.serving import Limits, Rate
+from valence.apps.serve.reward_batches import Limits, Rate
+from valence.apps.serve.reward_server import ENDS, listening, split_query
 from valence.types import Completion, Score
 
 JSON = {"content-type": "application/json"}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.rewards.reward_servers import Numbers, served
-from valence.rewards.serving import Limits
+from valence.apps.serve.reward_batches import Limits
 
 EXAMPLES = 15
 """For each of its paths, in each of two modes."""

@@ -15,8 +15,8 @@ import pytest
 
 from tests.rewards.kit import wait_for
 from tests.rewards.reward_servers import Numbers, Served, hash_score, http_get, served
-from valence.rewards.http_limits import MAX_HEADERS, host_names, is_allowed_host
-from valence.rewards.serving import Limits
+from valence.apps.serve.http_limits import MAX_HEADERS, host_names, is_allowed_host
+from valence.apps.serve.reward_batches import Limits
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 BODY = json.dumps({"query": ["a"]}).encode()

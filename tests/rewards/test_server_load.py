@@ -41,12 +41,12 @@ from tests.rewards.reward_servers import (
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
+from valence.apps.serve.reward_batches import Batcher, Limits
 from valence.cli.serve import serve_reward
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
 from valence.rewards.cache import MAX_SCORES
 from valence.rewards.calls import FailedCall
-from valence.rewards.serving import Batcher, Limits
 from valence.types import Completion, Score
 
 CLIENTS = 200

@@ -21,9 +21,9 @@ from examples.demo.assets import cache_folder
 from tests.rewards.kit import wait_for
 from tests.rewards.openrlhf_side import LABELS, PROMPTS, QUERIES
 from tests.rewards.reward_servers import Numbers, served
+from valence.apps.serve.reward_batches import Limits
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
-from valence.rewards.serving import Limits
 from valence.types import Completion, Score
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from tests.errors import raises_error
 from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
-from valence.rewards.serving import Limits
+from valence.apps.serve.reward_batches import Limits
 
 FUNCTIONS = "tests.rewards.served_functions"
 ROOT = Path(cli.__file__).parents[2]

@@ -19,7 +19,10 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.test_run import recipe
 
-WORKER_PIPE = ("valence/rewards/pool.py", "valence/rewards/worker_process.py")
+WORKER_PIPE = (
+    "valence/apps/serve/reward_workers.py",
+    "valence/apps/serve/reward_worker_process.py",
+)
 """A server sends calls to its own worker through a pipe that nobody else writes to.
 
 Replies are JSON.

@@ -16,13 +16,13 @@ import torch
 
 from tests.tiny import CHATML, CHATML_TOOLS, tiny_tokenizer
 from tests.tiny_models import tiny
+from valence.apps.serve.app import FeedbackService, application
+from valence.apps.serve.chat import Answer, ChatModel
+from valence.apps.serve.feedback import FeedbackStore
+from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.prompts import PromptQueue
 from valence.distributed.process_group import SingleProcess
-from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
-from valence.serving.app import FeedbackService, application
-from valence.serving.chat import Answer, ChatModel
-from valence.serving.feedback import FeedbackStore
-from valence.serving.prompts import PromptQueue
 from valence.training.open_run import open_run
 from valence.training.trainer import Trainer
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from tests.serving.kit import TOKENS, run
-from valence.jobs.audit_labels import RowAudit, audit_rows
-from valence.jobs.review_labels import Choice, LabelReview
-from valence.rewards.http_limits import RequestGuard, host_names
-from valence.serving.review import ReviewService
+from valence.apps.feedback.audit_labels import RowAudit, audit_rows
+from valence.apps.feedback.review_labels import Choice, LabelReview
+from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.review import ReviewService
 
 SUN = "The sun is a star, and it is hot."
 Rows = Sequence[Mapping[str, Any]]

@@ -26,12 +26,12 @@ from tests.serving.kit import (
     tool_trainer,
 )
 from tests.tiny import BOS
+from valence.apps.serve import app as app_module
+from valence.apps.serve.app import DEFECT, HEADERS, MAX_BODY
+from valence.apps.serve.chat import ChatModel
 from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch
-from valence.serving import app as app_module
-from valence.serving.app import DEFECT, HEADERS, MAX_BODY
-from valence.serving.chat import ChatModel
 from valence.training.open_run import open_run
 
 Serve = Callable[..., Served]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.browsing import Browser, Page, Site, browser, opened, until, wait_for_status
 from tests.serving.kit import Served, open_trainer, rows, trainer
-from valence.serving.chat import Answer, ChatModel
+from valence.apps.serve.chat import Answer, ChatModel
 
 __all__ = ["browser"]
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from tests.errors import raises_error
 from tests.serving.kit import HELLO, SAMPLING, parts_of, run, save_model, saved_model, trainer
 from tests.tiny import tiny_tokenizer
+from valence.apps.serve.chat import Answer, ChatModel, TextStream
 from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch
-from valence.serving.chat import Answer, ChatModel, TextStream
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from valence.serving.experiment import (
+from valence.apps.serve.experiment import (
     Assignment,
     Experiment,
     ServedRun,
     ab_path,
     read_result,
 )
-from valence.serving.sequential import sequential_test
+from valence.apps.serve.sequential import sequential_test
 
 RUNS = (ServedRun("runs/first", 26), ServedRun("runs/second", 52))
 

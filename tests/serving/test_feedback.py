@@ -16,14 +16,14 @@ import pytest
 from tests.errors import raises_error
 from tests.serving.kit import rows, sample, saved_model, trainer
 from valence import storage
+from valence.apps.feedback.import_store import ImportStore
+from valence.apps.serve import feedback
+from valence.apps.serve.chat import Answer
+from valence.apps.serve.feedback import FeedbackStore
+from valence.apps.serve.prompts import prompt_id
 from valence.config.load import load_recipe
 from valence.data.load import DataFile, load
 from valence.errors import UserError
-from valence.jobs.import_store import ImportStore
-from valence.serving import feedback
-from valence.serving.chat import Answer
-from valence.serving.feedback import FeedbackStore
-from valence.serving.prompts import prompt_id
 from valence.training.prepare import prepare
 from valence.types import Ids, Judgement
 

@@ -16,7 +16,7 @@ from tests.programs import Program
 from tests.serving import voting
 from tests.serving.kit import rows
 from tests.serving.voting import label_of
-from valence.serving.feedback import FeedbackStore
+from valence.apps.serve.feedback import FeedbackStore
 
 pytestmark = pytest.mark.slow
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.serving.kit import HELLO, SAMPLING, Served, events, rows, run, save_model, trainer
+from valence.apps.serve.app import MAX_BODY
+from valence.apps.serve.chat import ChatModel
+from valence.apps.serve.experiment import Experiment, ServedRun, ab_path, read_result
+from valence.apps.serve.feedback import FeedbackStore
+from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.model_service import ModelService, application
+from valence.apps.serve.prompts import PromptQueue
 from valence.distributed.process_group import SingleProcess
-from valence.rewards.http_limits import RequestGuard, host_names
 from valence.rollouts import Sampling
-from valence.serving.app import MAX_BODY
-from valence.serving.chat import ChatModel
-from valence.serving.experiment import Experiment, ServedRun, ab_path, read_result
-from valence.serving.feedback import FeedbackStore
-from valence.serving.model_service import ModelService, application
-from valence.serving.prompts import PromptQueue
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 from valence.training.trainer import Trainer
@@ -396,7 +396,7 @@ def test_a_client_that_leaves_frees_its_place(serve: Serve) -> None:
 
 
 def test_more_requests_than_can_wait_are_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valence.serving.app.MAX_REQUESTS", 3)
+    monkeypatch.setattr("valence.apps.serve.app.MAX_REQUESTS", 3)
 
     async def work() -> list[int]:
         async with api.client() as client:

@@ -30,12 +30,18 @@ from tests.serving.reviewing import (
     choices,
     thumbs,
 )
+from valence.apps.feedback.audit_labels import RowAudit, audit_rows
+from valence.apps.feedback.import_rows import import_feedback
+from valence.apps.feedback.review_labels import (
+    CASE_ROWS,
+    Choice,
+    LabelReview,
+    find_suspicions,
+    make_cases,
+)
+from valence.apps.serve.app import HEADERS
 from valence.data.importers.rows import RowKind
 from valence.data.load import DataFile, load
-from valence.jobs.audit_labels import RowAudit, audit_rows
-from valence.jobs.import_rows import import_feedback
-from valence.jobs.review_labels import CASE_ROWS, Choice, LabelReview, find_suspicions, make_cases
-from valence.serving.app import HEADERS
 from valence.types import Judgement, Kind, Preference
 
 __all__ = ["chat_log", "place"]

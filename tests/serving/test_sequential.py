@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from valence.serving.sequential import (
+from valence.apps.serve.sequential import (
     ALPHA,
     LOG_ODDS_RATIOS,
     MIN_VOTES,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
+from valence.apps.serve import feedback
+from valence.apps.serve.chat import Answer
+from valence.apps.serve.feedback import FeedbackStore
 from valence.rollouts import Sampling
-from valence.serving import feedback
-from valence.serving.chat import Answer
-from valence.serving.feedback import FeedbackStore
 from valence.types import Completion
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.command import command
 from valence import cli
-from valence.sweeps import run
+from valence.apps.sweep import run
 
 PROGRAM = str(ROOT / "tests/sweeps/trial_program.py")
 GRID = ("--over", "loss.beta=0.03,0.1,0.3", "train.learning_rate=1e-3,3e-3", "--out", "sweep")

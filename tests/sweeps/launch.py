@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from valence import cli
-from valence.sweeps import run
+from valence.apps.sweep import run
 
 run.PROGRAM = (sys.executable, str(Path(__file__).with_name("trial_program.py")))
 

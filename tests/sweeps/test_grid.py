@@ -8,11 +8,11 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.errors import raises_error
+from valence.apps.sweep.grid import Grid, ValueRange, folder_name, label_of
 from valence.cli.sweep import repeat_over
 from valence.config.grids import LEARNING_RATE_FACTORS, RECOMMENDED_GRIDS, recommended_grid
 from valence.errors import UserError
 from valence.methods import METHODS, ONLINE
-from valence.sweeps.grid import Grid, ValueRange, folder_name, label_of
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ from typing import Any, cast
 import pytest
 from scipy import stats as scipy_stats
 
-from valence.reports.stats import student_interval, student_quantile, student_share
-from valence.reports.verdict import Verdict
-from valence.sweeps import results as sweep_results
-from valence.sweeps.results import (
+from valence.apps.sweep import results as sweep_results
+from valence.apps.sweep.results import (
     Difference,
     candidates,
     compute_results,
@@ -22,7 +20,9 @@ from valence.sweeps.results import (
     table_rows,
     write_sweep_page,
 )
-from valence.sweeps.state import SweepState, Trial
+from valence.apps.sweep.state import SweepState, Trial
+from valence.reports.stats import student_interval, student_quantile, student_share
+from valence.reports.verdict import Verdict
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 9, 30])

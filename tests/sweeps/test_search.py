@@ -10,7 +10,7 @@ import pytest
 
 from tests.command import command_error
 from tests.sweeps.conftest import num_logged, read, start, starts, states, sweep, wait_for
-from valence.sweeps import search
+from valence.apps.sweep import search
 
 SEARCH = ("--search", "optuna", "--over", "train.learning_rate=1e-5:1e-2:log", "loss.beta=0.1,0.3")
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from tests.command import command_error
 from tests.sweeps.conftest import GRID, num_logged, read, start, starts, states, sweep, wait_for
 from tests.sweeps.trial_program import STEPS, objective
+from valence.apps.sweep import run
+from valence.apps.sweep.run import SweepRunner
+from valence.apps.sweep.sweep import run_sweep
 from valence.errors import UserError
 from valence.storage import Lock, holder
-from valence.sweeps import run
-from valence.sweeps.run import SweepRunner
-from valence.sweeps.sweep import run_sweep
 
 
 def test_every_combination_runs_once_with_every_seed(place: Path) -> None:

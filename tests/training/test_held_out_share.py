@@ -14,9 +14,9 @@ from tests.command import command, command_error
 from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
+from valence.apps.compare.compare_models import count_trained
 from valence.config.load import load_recipe
 from valence.data.split import PromptSplit, prompt_key
-from valence.jobs.compare_models import count_trained
 from valence.training.prepare import Prepared, prepare
 
 SPLIT = PromptSplit(0.3)

@@ -123,8 +123,8 @@ def audit(
         )
     try:
         with stoppable("stopped; nothing was written"):
-            from valence.jobs.audit_labels import audit_labels
-            from valence.jobs.audit_summary import print_audit
+            from valence.apps.feedback.audit_labels import audit_labels
+            from valence.apps.feedback.audit_summary import print_audit
 
             result = audit_labels(
                 files,
@@ -162,12 +162,12 @@ def _review(
 ) -> None:
     """Audit the rows, and serve the page until it is stopped."""
     require_server_libraries("audit")
-    from valence.jobs.audit_labels import audit_rows
-    from valence.jobs.audit_summary import counted, print_audit
-    from valence.jobs.review_labels import LabelReview, check_review_path
-    from valence.serving.app import log_error
-    from valence.serving.review import ReviewService
-    from valence.serving.run import open_socket, serve
+    from valence.apps.feedback.audit_labels import audit_rows
+    from valence.apps.feedback.audit_summary import counted, print_audit
+    from valence.apps.feedback.review_labels import LabelReview, check_review_path
+    from valence.apps.serve.app import log_error
+    from valence.apps.serve.review import ReviewService
+    from valence.apps.serve.run import open_socket, serve
 
     check_review_path(out)
     danger = "other machines could read the rows and change their labels"
@@ -247,8 +247,8 @@ def select(
     terminal = Terminal(stderr=True) if as_json else console
     try:
         with stoppable("stopped; nothing was written"):
-            from valence.jobs.audit_summary import print_selection
-            from valence.jobs.select_prompts import select_prompts
+            from valence.apps.feedback.audit_summary import print_selection
+            from valence.apps.feedback.select_prompts import select_prompts
 
             result = select_prompts(
                 files,

@@ -106,13 +106,13 @@ def collect(
     POST /v1/chat/completions and POST /feedback.
     """
     require_server_libraries("collect")
+    from valence.apps.serve.app import FeedbackService, log_error
+    from valence.apps.serve.chat import ChatModel
+    from valence.apps.serve.feedback import FeedbackStore
+    from valence.apps.serve.prompts import PromptQueue
+    from valence.apps.serve.run import open_socket, serve
     from valence.distributed.process_group import SingleProcess
     from valence.rollouts import Sampling
-    from valence.serving.app import FeedbackService, log_error
-    from valence.serving.chat import ChatModel
-    from valence.serving.feedback import FeedbackStore
-    from valence.serving.prompts import PromptQueue
-    from valence.serving.run import open_socket, serve
     from valence.training.open_run import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():

@@ -28,7 +28,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, json_line, print_message, print_table, write_line
 
 if TYPE_CHECKING:
-    from valence.jobs.compare_models import ModelComparison
+    from valence.apps.compare.compare_models import ModelComparison
 
 
 MAX_BROKEN = 10
@@ -262,8 +262,8 @@ def compare(
     terminal = Terminal(stderr=True) if as_json else console
     try:
         with stoppable():
-            from valence.jobs.compare_models import compare_models
-            from valence.jobs.run_benchmarks import BenchmarkTasks
+            from valence.apps.compare.compare_models import compare_models
+            from valence.apps.compare.run_benchmarks import BenchmarkTasks
             from valence.jobs.sample_rows import Draws
 
             options = {
@@ -331,7 +331,7 @@ def compare(
 
 
 def _print_comparison(result: ModelComparison, terminal: Terminal) -> None:
-    from valence.jobs.compare_models import REPORT
+    from valence.apps.compare.compare_models import REPORT
     from valence.reports.win_rates import (
         BENCHMARKS,
         HEADER,

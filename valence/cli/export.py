@@ -33,9 +33,9 @@ from valence.storage import lock_file
 from valence.terminal import Terminal, print_message, write_line
 
 if TYPE_CHECKING:
+    from valence.apps.export.artifacts import ReferenceRun
+    from valence.apps.export.verify import Verification
     from valence.distributed.process_group import Group
-    from valence.export.artifacts import ReferenceRun
-    from valence.export.verify import Verification
 
 PLAIN_SECONDS = 5.0
 VLLM_FIX = "set VALENCE_VLLM_PYTHON to the Python of an environment with vLLM"
@@ -117,9 +117,9 @@ def export(
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
     _check_options(adapter, types, push, dry_run, verify_only, verify, vllm)
     with processes(nproc) as group, ExitStack() as stack:
+        from valence.apps.export.artifacts import check_types
+        from valence.apps.export.llama_cpp import find_llama_cpp
         from valence.distributed.process_group import run_on_first_rank
-        from valence.export.artifacts import check_types
-        from valence.export.llama_cpp import find_llama_cpp
 
         llama = find_llama_cpp() if types or verify_only else None
         server_python = _find_vllm(vllm) if verify and group.size == 1 else None
@@ -251,8 +251,8 @@ def _reason_not_to_verify(run: Any, group: Group) -> str | None:
 
 def _reference(run: Any, messages: Terminal) -> ReferenceRun:
     """The run's answers to the prompts of the verification."""
-    from valence.export.artifacts import ReferenceRun
-    from valence.export.probes import answer_probes, make_probes
+    from valence.apps.export.artifacts import ReferenceRun
+    from valence.apps.export.probes import answer_probes, make_probes
 
     model, encoder = run.recipe.model, run.prepared.encoder
     probes = make_probes(encoder)
@@ -354,7 +354,7 @@ def _write(
     messages: Terminal,
 ) -> list[str]:
     """Write the folder, which gets its name once it is complete."""
-    from valence.export.artifacts import write_gguf_files
+    from valence.apps.export.artifacts import write_gguf_files
     from valence.storage import atomic_folder
 
     if not types:
@@ -368,7 +368,7 @@ def _write(
 
 def _find_vllm(vllm: bool | None) -> str | None:
     """The Python that runs vLLM; None if it is not wanted. Raises UserError if it is missing."""
-    from valence.export.vllm import find_vllm
+    from valence.apps.export.vllm import find_vllm
 
     python = None if vllm is False else find_vllm()
     if vllm and python is None:
@@ -405,7 +405,7 @@ def _verify(
 ) -> list[Verification]:
     import torch
 
-    from valence.export.artifacts import verify_folder, write_report
+    from valence.apps.export.artifacts import verify_folder, write_report
 
     if torch.cuda.is_available():
         gc.collect()
@@ -425,7 +425,7 @@ def _finish(
     messages: Terminal,
 ) -> None:
     """Print the folder, what was verified, and what was not."""
-    from valence.export.artifacts import remarks, runtimes, table
+    from valence.apps.export.artifacts import remarks, runtimes, table
 
     if as_json:
         files = [result.as_dict() for result in results]
@@ -480,7 +480,7 @@ def _push(folder: Path, repository: str, dry_run: bool, messages: Terminal, retr
 def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None:
     """Raise UserError for a model that cannot be written in this form."""
     if is_gguf:
-        from valence.export.gguf_file import architecture_of
+        from valence.apps.export.gguf_file import architecture_of
 
         if run.prepared.method.is_reward_model:
             raise UserError(

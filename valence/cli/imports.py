@@ -128,8 +128,8 @@ def import_(
     if list_sources:
         console.print(_table())
         return
+    from valence.apps.feedback.import_rows import import_feedback, print_summary
     from valence.data.importers.records import ReadOptions
-    from valence.jobs.import_rows import import_feedback, print_summary
 
     if source is None:
         raise UserError(

@@ -20,10 +20,10 @@ from valence.errors import UserError
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
+    from valence.apps.serve.reward_batches import Limits
+    from valence.apps.serve.reward_server import Service
     from valence.config.schema import RewardSettings
     from valence.rewards.calls import CallBackend
-    from valence.rewards.server import Service
-    from valence.rewards.serving import Limits
 
 MEGABYTE = 1_000_000
 
@@ -113,8 +113,8 @@ def serve_reward(
     (POST /get_reward).
     """
     require_server_libraries("serve-reward", "prometheus_client")
-    from valence.rewards.server import serve
-    from valence.rewards.serving import Limits
+    from valence.apps.serve.reward_batches import Limits
+    from valence.apps.serve.reward_server import serve
 
     limits = Limits(
         max_batch=max_batch,
@@ -148,11 +148,11 @@ def reward_service(
     keep: int,
 ) -> Service:
     """Load the reward. Raises UserError if it cannot be served."""
+    from valence.apps.serve.reward_server import ENDS, Service
+    from valence.apps.serve.reward_workers import WorkerPool
     from valence.config.load import load_reward
     from valence.rewards import reward_of
     from valence.rewards.build import is_server
-    from valence.rewards.pool import WorkerPool
-    from valence.rewards.server import ENDS, Service
 
     settings = [
         f"timeout={limits.timeout}",

@@ -29,7 +29,7 @@ from valence.errors import UserError
 from valence.terminal import escape_control, print_message, print_table, write_line
 
 if TYPE_CHECKING:
-    from valence.serving.experiment import AbResult
+    from valence.apps.serve.experiment import AbResult
 
 DEFAULT_SHARE = 0.5
 
@@ -113,17 +113,17 @@ def serve(
     /feedback. With two models, run an A/B test; `valence ab FILE` shows its result.
     """
     require_server_libraries("serve", "prometheus_client")
+    from valence.apps.serve.app import log_error
+    from valence.apps.serve.chat import ChatModel
+    from valence.apps.serve.experiment import Experiment, ServedRun, ab_path
+    from valence.apps.serve.feedback import FeedbackStore
+    from valence.apps.serve.model_service import ModelService
+    from valence.apps.serve.prompts import PromptQueue
+    from valence.apps.serve.run import open_socket
+    from valence.apps.serve.run import serve as run_server
     from valence.distributed.process_group import SingleProcess
     from valence.models.digest import digests
     from valence.rollouts import Sampling
-    from valence.serving.app import log_error
-    from valence.serving.chat import ChatModel
-    from valence.serving.experiment import Experiment, ServedRun, ab_path
-    from valence.serving.feedback import FeedbackStore
-    from valence.serving.model_service import ModelService
-    from valence.serving.prompts import PromptQueue
-    from valence.serving.run import open_socket
-    from valence.serving.run import serve as run_server
     from valence.training.open_run import open_run
 
     if rival is not None and "=" in rival and not Path(rival).exists():
@@ -223,7 +223,7 @@ def ab(
 
     You may look at any time, also while the server runs: the error probability stays at most 5 %.
     """
-    from valence.serving.experiment import read_result
+    from valence.apps.serve.experiment import read_result
 
     result = read_result(file)
     if as_json:

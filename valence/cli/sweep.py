@@ -18,7 +18,7 @@ from valence.errors import UserError
 from valence.terminal import json_line, print_message, warn_on_stderr, write_line
 
 if TYPE_CHECKING:
-    from valence.sweeps.state import SweepState, Trial
+    from valence.apps.sweep.state import SweepState, Trial
 
 OVER = "--over"
 
@@ -223,9 +223,9 @@ def _sweep(
     arguments: dict[str, Any],
 ) -> int:
     """Run the sweep, print its table or its JSON lines, and return the exit status."""
-    from valence.sweeps.results import conclusions_of, terminal_table
-    from valence.sweeps.run import SweepOptions
-    from valence.sweeps.sweep import run_sweep
+    from valence.apps.sweep.results import conclusions_of, terminal_table
+    from valence.apps.sweep.run import SweepOptions
+    from valence.apps.sweep.sweep import run_sweep
 
     def print_trial(state: SweepState, trial: Trial) -> None:
         if stream:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, new_id
+from valence.apps.serve.feedback import ComparisonResults, FeedbackStore, Winner
+from valence.apps.serve.http_limits import Application, BodyError, BodyReader, Receive, Send
+from valence.apps.serve.prompts import PromptQueue
 from valence.errors import UserError, field_problem
-from valence.rewards.http_limits import Application, BodyError, BodyReader, Receive, Send
 from valence.rollouts import Sampling
 from valence.rollouts.protocol import MAX_TOKENS
-from valence.serving.chat import Answer, ChatModel, ChatPrompt, new_id
-from valence.serving.feedback import ComparisonResults, FeedbackStore, Winner
-from valence.serving.prompts import PromptQueue
 from valence.terminal import print_traceback
 from valence.types import Message
 
@@ -657,7 +657,7 @@ def _add_page(app: "FastAPI", name: str) -> None:
     from fastapi import HTTPException
     from fastapi.responses import Response
 
-    folder = files("valence.serving").joinpath("page")
+    folder = files("valence.apps.serve").joinpath("page")
 
     @app.get("/")
     async def page() -> Response:

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from valence.apps.feedback.audit_labels import RatedRow, RowAudit, with_column, with_info
 from valence.data.formats import lookup
 from valence.data.label_audit import content_text
 from valence.data.values import thumb
 from valence.errors import UserError
 from valence.files import refuse_links
-from valence.jobs.audit_labels import RatedRow, RowAudit, with_column, with_info
 from valence.jobs.row_job import as_line
 from valence.storage import InUseError, Journal, atomic_write, writing
 from valence.types import Chat, Content, Judgement, content_id

@@ -13,10 +13,8 @@ import torch
 from rich.table import Table
 from safetensors import SafetensorError
 
-from valence.data.encode import Encoder
-from valence.errors import UserError
-from valence.export.contents import folder_differences, gguf_differences, is_compared
-from valence.export.gguf_file import (
+from valence.apps.export.contents import folder_differences, gguf_differences, is_compared
+from valence.apps.export.gguf_file import (
     DIRECT_TYPES,
     check_type,
     file_type_of,
@@ -24,12 +22,20 @@ from valence.export.gguf_file import (
     read_metadata,
     write_gguf,
 )
-from valence.export.gguf_tokenizer import has_nfc_normalizer
-from valence.export.llama_cpp import INSTALL, LlamaCpp, check_quantizer, quantize, run_llama_cpp
-from valence.export.ollama import modelfile
-from valence.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
-from valence.export.verify import ExportDifference, Verification, compare
-from valence.export.vllm import MAX_LOGPROBS, run_vllm
+from valence.apps.export.gguf_tokenizer import has_nfc_normalizer
+from valence.apps.export.llama_cpp import (
+    INSTALL,
+    LlamaCpp,
+    check_quantizer,
+    quantize,
+    run_llama_cpp,
+)
+from valence.apps.export.ollama import modelfile
+from valence.apps.export.probes import ArtifactResult, Probe, ProbeResult, run_transformers
+from valence.apps.export.verify import ExportDifference, Verification, compare
+from valence.apps.export.vllm import MAX_LOGPROBS, run_vllm
+from valence.data.encode import Encoder
+from valence.errors import UserError
 from valence.storage import atomic_write, read_json
 
 REPORT = "verification.json"

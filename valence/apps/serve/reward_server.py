@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from valence.errors import UserError, field_problem
-from valence.rewards.http_limits import (
+from valence.apps.serve.http_limits import (
     CLIENT_LEFT,
     HEAD_SECONDS,
     MAX_CONNECTIONS,
@@ -31,7 +30,8 @@ from valence.rewards.http_limits import (
     limited_server,
     raise_connection_limit,
 )
-from valence.rewards.serving import Batcher, Busy, Job, Limits, Rate, ServerMetrics
+from valence.apps.serve.reward_batches import Batcher, Busy, Job, Limits, Rate, ServerMetrics
+from valence.errors import UserError, field_problem
 from valence.types import Completion, Reward, Score, content_id
 
 if TYPE_CHECKING:

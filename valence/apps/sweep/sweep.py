@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from valence.apps.sweep.grid import Grid
+from valence.apps.sweep.objective import Objectives
+from valence.apps.sweep.results import compute_results, write_sweep_page
+from valence.apps.sweep.run import Search, StopRequestedError, SweepOptions, SweepRunner
+from valence.apps.sweep.search import OptunaSearch, num_searched
+from valence.apps.sweep.state import TRIALS, SweepState, Trial, locked_folder
 from valence.errors import UserError
-from valence.sweeps.grid import Grid
-from valence.sweeps.objective import Objectives
-from valence.sweeps.results import compute_results, write_sweep_page
-from valence.sweeps.run import Search, StopRequestedError, SweepOptions, SweepRunner
-from valence.sweeps.search import OptunaSearch, num_searched
-from valence.sweeps.state import TRIALS, SweepState, Trial, locked_folder
 from valence.terminal import print_message
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from valence.export.probes import ArtifactResult, Probe, ProbeResult, log_softmax
+from valence.apps.export.probes import ArtifactResult, Probe, ProbeResult, log_softmax
 
 FOLDERS = ("model", "adapter", "vllm")
 """Kinds of a folder with weights: in transformers, and in vLLM."""

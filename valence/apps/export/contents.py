@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
 
-from valence.export.gguf_file import (
+from valence.apps.export.gguf_file import (
     ARCHITECTURES,
     Weights,
     as_stored,
@@ -27,8 +27,8 @@ from valence.export.gguf_file import (
     rope_of,
     tensor_names,
 )
-from valence.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
-from valence.export.verify import MAX_SHOWN, ExportDifference, extra_stop
+from valence.apps.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
+from valence.apps.export.verify import MAX_SHOWN, ExportDifference, extra_stop
 from valence.storage import read_json
 
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -23,6 +23,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from valence.apps.sweep.grid import Grid, label_of, load
+from valence.apps.sweep.objective import Objectives
+from valence.apps.sweep.state import LOGS, REFERENCE, SweepState, Trial
 from valence.config.schema import seconds_of
 from valence.distributed.launcher import STOPPED, end_with_parent
 from valence.errors import UserError
@@ -31,9 +34,6 @@ from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
 from valence.reports.stats import finite
 from valence.storage import checksum, holder, read_json
-from valence.sweeps.grid import Grid, label_of, load
-from valence.sweeps.objective import Objectives
-from valence.sweeps.state import LOGS, REFERENCE, SweepState, Trial
 from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

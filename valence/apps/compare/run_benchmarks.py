@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from valence.apps.compare.benchmarks import ADDRESS, BenchmarkResult, compare_results
 from valence.config.load import LISTS
 from valence.distributed.process_group import SingleProcess
 from valence.errors import UserError, install_command
-from valence.evaluation.benchmarks import ADDRESS, BenchmarkResult, compare_results
 from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.models.digest import model_digest

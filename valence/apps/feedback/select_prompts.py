@@ -13,11 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from valence.data.encode import Encoder
-from valence.data.load import read_together, stream
-from valence.data.sources import BadRow
-from valence.errors import UserError
-from valence.jobs.audit_labels import (
+from valence.apps.feedback.audit_labels import (
     C_STATES,
     TOKENS,
     AuditRows,
@@ -26,6 +22,10 @@ from valence.jobs.audit_labels import (
     load_policy,
     read_rated,
 )
+from valence.data.encode import Encoder
+from valence.data.load import read_together, stream
+from valence.data.sources import BadRow
+from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
 from valence.reports.regression import cross_fit, fit_logistic, standardize

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from valence.jobs.review_labels import Choice, LabelReview, StaleVersionError
-from valence.serving.app import (
+from valence.apps.feedback.review_labels import Choice, LabelReview, StaleVersionError
+from valence.apps.serve.app import (
     Body,
     Lifespan,
     WebService,

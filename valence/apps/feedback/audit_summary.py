@@ -5,9 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from valence.apps.feedback.audit_labels import (
+    SIDES,
+    FormAudit,
+    HiddenStateAudit,
+    KindAudit,
+    LabelAudit,
+)
+from valence.apps.feedback.select_prompts import Selection
 from valence.data.label_audit import RaterAgreement
-from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
-from valence.jobs.select_prompts import Selection
 from valence.reports.stats import MIN_CLASS_ROWS
 from valence.terminal import print_message
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from valence.apps.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
 from valence.errors import UserError, install_command
-from valence.export.gguf_tokenizer import TokenizerFields, tokenizer_fields
 
 CONVERTER = (
     "convert the exported folder with convert_hf_to_gguf.py from the llama.cpp repository, which "

@@ -12,8 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from valence.apps.export.probes import (
+    MAX_NEW_TOKENS,
+    ArtifactResult,
+    Probe,
+    ProbeResult,
+    log_softmax,
+)
 from valence.errors import UserError
-from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult, log_softmax
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost
 from valence.rollouts.servers import LORA_RANKS, PYTHON, Server, is_cpu_build
 from valence.storage import read_json

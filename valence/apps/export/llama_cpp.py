@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from valence.apps.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult
 from valence.errors import UserError
-from valence.export.probes import MAX_NEW_TOKENS, ArtifactResult, Probe, ProbeResult
 from valence.storage import read_json
 
 SETTING = "VALENCE_LLAMA_CPP"

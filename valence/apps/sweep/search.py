@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from valence.apps.sweep.grid import Grid, ValueRange
+from valence.apps.sweep.state import SweepState, Trial
 from valence.errors import UserError, install_command
 from valence.reports.stats import mean
 from valence.storage import publish
-from valence.sweeps.grid import Grid, ValueRange
-from valence.sweeps.state import SweepState, Trial
 
 JOURNAL = "optuna.journal"
 STUDY = "sweep"

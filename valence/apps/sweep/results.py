@@ -17,6 +17,9 @@ from urllib.parse import quote
 from markupsafe import Markup
 from rich.table import Table
 
+from valence.apps.sweep.grid import label_of, short_names
+from valence.apps.sweep.objective import VERDICT_METRICS
+from valence.apps.sweep.state import PAGE, TRIALS, SweepState, Trial
 from valence.reports.charts import esc, figure
 from valence.reports.comparison_charts import STROKES, line_style
 from valence.reports.formatting import duration, exact, number, text, visible
@@ -26,9 +29,6 @@ from valence.reports.rundata import read_run
 from valence.reports.stats import finite, mean, student_interval
 from valence.reports.verdict import run_verdict
 from valence.storage import atomic_write
-from valence.sweeps.grid import label_of, short_names
-from valence.sweeps.objective import VERDICT_METRICS
-from valence.sweeps.state import PAGE, TRIALS, SweepState, Trial
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3

@@ -7,10 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from valence.errors import UserError
-from valence.rewards.http_limits import Application, Receive, Send
-from valence.rollouts import Sampling
-from valence.serving.app import (
+from valence.apps.serve.app import (
     CompletionRequest,
     FeedbackService,
     Lifespan,
@@ -19,9 +16,12 @@ from valence.serving.app import (
     base_application,
     known_rater_parameter,
 )
-from valence.serving.chat import Answer, ChatModel, ChatPrompt
-from valence.serving.experiment import SIDES, Assignment, Experiment, ServedRun
-from valence.serving.feedback import hash_name
+from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt
+from valence.apps.serve.experiment import SIDES, Assignment, Experiment, ServedRun
+from valence.apps.serve.feedback import hash_name
+from valence.apps.serve.http_limits import Application, Receive, Send
+from valence.errors import UserError
+from valence.rollouts import Sampling
 from valence.types import content_id
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from valence.apps.sweep.grid import Configuration, folder_name, key_of
 from valence.config.load import LoadedRecipe
 from valence.errors import UserError
 from valence.files import check_path
@@ -28,7 +29,6 @@ from valence.storage import (
     verify,
     writing,
 )
-from valence.sweeps.grid import Configuration, folder_name, key_of
 
 STATE_FILE, PAGE, TRIALS, LOGS, REFERENCE = (
     "sweep.json", "sweep.html", "trials", "logs", "reference",

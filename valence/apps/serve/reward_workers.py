@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from valence.apps.serve.reward_worker_process import HEADER
 from valence.errors import UserError
 from valence.network import backoff
 from valence.rewards.calls import RewardError
 from valence.rewards.threads import Background
-from valence.rewards.worker_process import HEADER
 from valence.types import Completion, Score
 
 GRACE_SECONDS = 2.0
@@ -40,8 +40,8 @@ MAX_REPEATS = 2
 MAX_LINE_BYTES = 2000
 """Maximum bytes of a worker's output per line of the log."""
 START = (
-    "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; "
-    "main({message_fd}, {lifeline_fd})"
+    "import sys; sys.path[:] = {path!r}; "
+    "from valence.apps.serve.reward_worker_process import main; main({message_fd}, {lifeline_fd})"
 )
 
 

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from valence.errors import UserError
-from valence.serving.sequential import (
+from valence.apps.serve.sequential import (
     ALPHA,
     MIN_VOTES,
     SequentialResult,
     rate_interval,
     sequential_test,
 )
+from valence.errors import UserError
 from valence.storage import Journal, read_journal, writing
 
 Side = Literal["a", "b"]

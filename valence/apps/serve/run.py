@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from valence.errors import UserError
-from valence.rewards.http_limits import (
+from valence.apps.serve.app import WebService
+from valence.apps.serve.http_limits import (
     host_names,
     limited_server,
     raise_connection_limit,
 )
-from valence.rewards.server import listening
-from valence.serving.app import WebService
+from valence.apps.serve.reward_server import listening
+from valence.errors import UserError
 
 SHUTDOWN_SECONDS = 5
 

@@ -17,6 +17,13 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from valence.apps.feedback.import_store import (
+    ImportStore,
+    MergeCounts,
+    as_date,
+    merge_votes,
+    vote_line,
+)
 from valence.data.audit import WeightAdvice, advised_weights
 from valence.data.importers.records import (
     SKIP_REASONS,
@@ -43,7 +50,6 @@ from valence.data.importers.sources import (
 )
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.errors import UserError
-from valence.jobs.import_store import ImportStore, MergeCounts, as_date, merge_votes, vote_line
 from valence.jobs.row_job import refuse_inputs
 from valence.terminal import Terminal, print_message
 from valence.types import Origin

@@ -18,20 +18,29 @@ from typing import Any
 
 from rich.console import Console
 
-from valence.config.parse import from_yaml
-from valence.config.schema import RewardSettings
-from valence.data.load import stream
-from valence.data.sources import BadRow
-from valence.data.split import prompt_key
-from valence.errors import UserError
-from valence.evaluation.assertions import (
+from valence.apps.compare.assertions import (
     COLUMN,
     Assertion,
     check_assertions,
     count_assertions,
     parse_assertions,
 )
-from valence.evaluation.benchmarks import BenchmarkResult, read_benchmarks
+from valence.apps.compare.benchmarks import BenchmarkResult, read_benchmarks
+from valence.apps.compare.run_benchmarks import (
+    BATCH_SIZE,
+    BenchmarkTasks,
+    ComparedModel,
+    check_benchmarks,
+    run_benchmarks,
+)
+from valence.apps.compare.run_benchmarks import FOLDER as BENCHMARKS
+from valence.apps.compare.votes import read_votes
+from valence.config.parse import from_yaml
+from valence.config.schema import RewardSettings
+from valence.data.load import stream
+from valence.data.sources import BadRow
+from valence.data.split import prompt_key
+from valence.errors import UserError
 from valence.evaluation.calibration import (
     MIN_AGREEMENT,
     Calibration,
@@ -43,18 +52,9 @@ from valence.evaluation.calibration import (
 )
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
-from valence.evaluation.votes import read_votes
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, replace_file
-from valence.jobs.run_benchmarks import (
-    BATCH_SIZE,
-    BenchmarkTasks,
-    ComparedModel,
-    check_benchmarks,
-    run_benchmarks,
-)
-from valence.jobs.run_benchmarks import FOLDER as BENCHMARKS
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
 from valence.models.loading import must_exist
 from valence.reports.console import Progress

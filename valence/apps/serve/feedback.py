@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from valence.apps.feedback.import_store import ImportStore
+from valence.apps.serve.chat import Answer
+from valence.apps.serve.prompts import prompt_id
 from valence.data.importers import records
 from valence.data.importers.records import HashedRater, Vote, hash_rater
 from valence.data.importers.rows import RowKind, make_rows, pairs_left_out
 from valence.errors import UserError
-from valence.jobs.import_store import ImportStore
 from valence.rollouts import Sampling
-from valence.serving.chat import Answer
-from valence.serving.prompts import prompt_id
 from valence.storage import Journal, writing
 from valence.types import Completion, Message, Origin
 

@@ -1,0 +1,1 @@
+"""Import votes, audit and review labels, and select prompts to label."""
