@@ -394,21 +394,21 @@ def test_inspect_shows_the_conversion_of_a_row(
 
 
 def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert valence("losses") == 0
+    assert valence("docs") == 0
     assert "apo_zero_unpaired" in capsys.readouterr().out
-    assert valence("losses", "kto") == 0
+    assert valence("docs", "kto") == 0
     shown = capsys.readouterr().out
     assert "2402.01306" in shown
     assert "loss.beta" in shown
-    check_error(command_error("losses", "kot"), "method-unknown", where="method", fix="kto")
+    check_error(command_error("docs", "kot"), "argument-invalid", where="NAME", fix="kto")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "where"),
     [
         (("report",), "run-not-found", "runs/frist"),
-        (("resume",), "run-not-found", "runs/frist"),
-        (("runs",), "run-not-found", "runs/frist"),
+        (("train",), "recipe-not-found", "runs/frist"),
+        (("report", "--list"), "run-not-found", "runs/frist"),
         (("export", "out"), "run-not-found", "runs/frist"),
         (("evaluate",), "recipe-not-found", "runs/frist"),
         (("sample", "--prompt", "x"), "model-not-found", "model.name"),
@@ -430,12 +430,12 @@ def test_a_misspelled_run_folder_is_a_missing_folder_and_no_hub_id(
 
 
 def explained(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert valence("losses", name) == 0
+    assert valence("docs", name) == 0
     return capsys.readouterr().out
 
 
 def test_losses_lists_the_methods_of_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
-    assert valence("losses") == 0
+    assert valence("docs") == 0
     assert ", ".join(ONLINE) in " ".join(capsys.readouterr().out.split())
 
 
@@ -499,16 +499,18 @@ PLACE = "recipe.yaml/model"
     ((*TRAIN, "method=thumbs"), "method-unknown", "(method)", "mean kto?"),
     ((*TRAIN, "method=Pairs"), "method-unknown", "(method)", "mean dpo?"),
     ((*TRAIN, "method=reward"), "method-unknown", "(method)", "mean grpo with a reward?"),
-    ((*TRAIN, "method=poem"), "method-unknown", "(method)", "valence losses"),
+    ((*TRAIN, "method=poem"), "method-unknown", "(method)", "valence docs"),
     ((*TRAIN, "method=KTO"), "method-unknown", "(method)", "mean kto?"),
     ((*CHECK, "method=Robust-DPO"), "method-unknown", "(method)", "mean robust_dpo?"),
     ((*TRAIN, "--learning-rate", "1e-4"), "option-unknown", "", "train.learning_rate=1e-4"),
     ((*TRAIN, "--lr=1e-4"), "option-unknown", "", "train.learning_rate=1e-4"),
     ((*TRAIN, "--quite"), "option-unknown", "", "--quiet"),
-    (("runs", "--seed", "1"), "option-unknown", "", "valence runs --help"),
+    (("report", "--seed", "1"), "option-unknown", "", "valence report --help"),
     (("--foo",), "option-unknown", "", "valence --help"),
     (("kto",), "command-unknown", "", "valence train RECIPE method=kto"),
-    (("thumbs",), "command-unknown", "", "valence losses kto"),
+    (("thumbs",), "command-unknown", "", "valence docs kto"),
+    (("resume", "runs/first"), "command-unknown", "", "valence train RUN"),
+    (("losses",), "command-unknown", "", "valence docs"),
     (("trian", "r.yaml"), "command-unknown", "", "`valence train`"),
     (("recipe.yaml",), "command-unknown", "", "valence train recipe.yaml"),
     (("rows.jsonl",), "command-unknown", "", "valence init rows.jsonl"),
@@ -518,7 +520,7 @@ PLACE = "recipe.yaml/model"
     (("sweep", "recipe.yaml", "lr=1,2"), "sweep-over-missing", "", "train.learning_rate=1,2"),
     (("sweep", "recipe.yaml", "x.y=1,2", "--out", "s"), "sweep-over-missing", "", "--over x.y=1"),
     ((*TRAIN, "--nproc", "x"), "usage-invalid", "train", "valence train --help"),
-    (("losses", "a", "b"), "usage-invalid", "losses", "valence losses --help"),
+    (("docs", "a", "b"), "usage-invalid", "docs", "valence docs --help"),
     ((*TRAIN, "--train.seed=1"), "option-unknown", "command line", "train.seed=1"),
     (("train", "--train.seed", "1"), "option-unknown", "command line", "train.seed=1"),
     (("evaluate", "model"), "run-not-found", "model", ""),
@@ -664,7 +666,7 @@ def test_deprecations_of_libraries_are_shown_only_on_request(
     monkeypatch.setattr(sys, "warnoptions", options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert valence("runs") == 0
+        assert valence("report") == 0
     assert len([item for item in caught if item.category in categories]) == shown
     assert len([item for item in caught if item.category is UserWarning]) == 1
 

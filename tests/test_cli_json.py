@@ -41,7 +41,7 @@ def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(
         "exit_status": 0,
     }
     assert "2/2" in shown.err
-    assert valence("resume", "runs/first", "--json", "--quiet") == 0
+    assert valence("train", "runs/first", "--json", "--quiet") == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     (done,) = map(json.loads, shown.out.splitlines())
@@ -125,7 +125,7 @@ def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProc
 def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(tmp_path: Path) -> None:
     (tmp_path / "runs/none").mkdir(parents=True)
     (tmp_path / "runs/none/run.json").write_text("{}")
-    unread = in_a_shell(tmp_path, "-m valence runs --json", "| true")
+    unread = in_a_shell(tmp_path, "-m valence report --json", "| true")
     assert (unread.returncode, unread.stderr) == (0, "")
     closed = in_a_shell(tmp_path, "-m valence train recipe.yaml --json", ">&-")
     assert closed.returncode == 2

@@ -1,4 +1,4 @@
-"""`valence serve` and `valence ab`: what they refuse, that they serve until they are stopped or
+"""`valence serve` and its A/B tests: what they refuse, that they serve until they are stopped or
 killed, and what is left then.
 """
 
@@ -102,7 +102,7 @@ def test_the_result_of_a_test_is_printed(as_json: bool, capsys: pytest.CaptureFi
         assignment = experiment.plan.assign(str(number))
         experiment.vote(assignment, str(number), "", assignment.side == "b")
     experiment.close()
-    assert command("ab", "feedback.jsonl", *(["--json"] if as_json else [])) == 0
+    assert command("report", "feedback.jsonl", *(["--json"] if as_json else [])) == 0
     shown = capsys.readouterr().out
     if as_json:
         result = json.loads(shown)
@@ -111,7 +111,7 @@ def test_the_result_of_a_test_is_printed(as_json: bool, capsys: pytest.CaptureFi
         assert "B is better: established after" in shown
         assert "runs/second" in shown
         assert "\x1b[2J" not in shown
-    check_error(command_error("ab", "none.jsonl"), "ab-test-missing", where="none.ab.jsonl")
+    check_error(command_error("report", "none.jsonl"), "ab-test-missing", where="none.ab.jsonl")
 
 
 @contextmanager

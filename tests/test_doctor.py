@@ -94,7 +94,7 @@ def test_a_library_that_is_missing_is_named_with_what_it_is_for(
         "missing",
         "pip install 'valence-align[serve]'",
     )
-    assert "serve-reward" in results["serve"].detail
+    assert "valence serve" in results["serve"].detail
     assert "serve" not in results["extras"].detail
 
 

@@ -98,15 +98,15 @@ def test_another_content_in_the_folder_of_a_run(place: Path, name: str, content:
     folder = place / "runs/other"
     folder.mkdir(parents=True)
     (folder / name).write_text(content)
-    for words in (("runs",), ("report", "runs/other"), ("export", "runs/other", "exported")):
+    for words in (("report",), ("report", "runs/other"), ("export", "runs/other", "exported")):
         assert command(*words) in (0, 2)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *(("report", "/proc"), ("ab", "/"), ("split", "/"), ("init", "/")),
-        *(("audit", "/"), ("inspect", "/"), ("export", "/", "x"), ("resume", "/")),
+        *(("report", "/proc"), ("report", "--list", "/"), ("split", "/"), ("init", "/")),
+        *(("audit", "/"), ("inspect", "/"), ("export", "/", "x"), ("train", "/")),
         ("import", "open-webui", "/", "--out", "rows.jsonl"),
         ("score", "/", "--data", "/", "--out", "/"),
         ("select", "/", "--rated", "/", "--model", "/", "--out", "/"),

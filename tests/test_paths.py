@@ -41,7 +41,7 @@ def test_a_run_is_in_the_home_folder_where_its_recipe_says_so(place: Path, home:
     valence.train("recipe.yaml", overrides=overrides, quiet=True)
     assert (home / "runs/first/model").is_dir()
     assert not (place / "~").exists()
-    assert command("resume", str(home / "runs/first")) == 0
+    assert command("train", str(home / "runs/first")) == 0
 
 
 def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> None:
@@ -118,8 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ["train", "recipe.yaml", 'run.dir="a\\0b"'],
     ["train", LONG],
     ["check", "recipe.yaml", f"run.dir={LONG}"],
-    ["resume", LONG],
-    ["runs", LONG],
+    ["report", "--list", LONG],
     ["export", "run", LONG],
     ["export", "run", f"{LONG}/out"],
     ["export", LONG, "out"],

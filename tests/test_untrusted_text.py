@@ -90,8 +90,8 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
     run(capsys, "train", recipe)
     shutil.copytree(hostile_place / folder, hostile_place / "runs/other")
     for words in (
-        ("runs",),
-        ("runs", "--json"),
+        ("report",),
+        ("report", "--json"),
         ("report", folder),
         ("report", folder, "--md"),
         ("report", folder, "runs/other"),
@@ -145,12 +145,11 @@ def test_streamed_records_and_errors_are_harmless(
         ("check", recipe, f"--{HOSTILE}"),
         ("check", recipe, "--nproc", HOSTILE),
         (HOSTILE,),
-        ("losses", HOSTILE),
-        ("rewards", HOSTILE),
+        ("docs", HOSTILE),
         ("report", HOSTILE),
         ("evaluate", HOSTILE),
         ("sample", HOSTILE, "--prompt", "x"),
-        ("resume", HOSTILE),
+        ("train", HOSTILE),
         ("export", HOSTILE, HOSTILE),
         ("export", f"runs/{NAME}", "to", "--step", HOSTILE),
         ("score", "--reward", HOSTILE, "--data", f"{NAME}.jsonl", "--out", "o.jsonl"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -31,8 +30,15 @@ def recipe_text(name: str) -> str:
 
     Raises UserError for an unknown name.
     """
-    path = _one(recipes(), name, "recipe", "valence recipes")
-    return path.read_text(encoding="utf-8").replace(RECIPE_DATA, "")
+    if name not in recipes():
+        near = get_close_matches(name, recipes(), n=1)
+        raise UserError(
+            f"there is no recipe {name!r}",
+            code="argument-invalid",
+            where="--recipe",
+            fix=f"use {near[0]}" if near else f"use one of {', '.join(recipes())}",
+        )
+    return recipes()[name].read_text(encoding="utf-8").replace(RECIPE_DATA, "")
 
 
 def write_demo(folder: Path) -> Path:
@@ -71,29 +77,19 @@ def pages() -> dict[str, Path]:
     }
 
 
-def page_text(name: str) -> str:
-    """Return a page by its name, or by the last part of it.
+def page_names() -> list[str]:
+    """Names by which pages can be shown."""
+    return [*pages(), *(page.rsplit("/", 1)[-1] for page in pages())]
 
-    Raises UserError for an unknown name.
-    """
+
+def find_page(name: str) -> Path | None:
+    """The page with a name, or whose last part is the name."""
     files = pages()
-    for page in sorted(files, key=lambda page: not page.startswith("tasks/")):
-        files.setdefault(page.rsplit("/", 1)[-1], files[page])
-    return _one(files, name.removesuffix(".md"), "page", "valence docs").read_text("utf-8")
+    short = {page.rsplit("/", 1)[-1]: path for page, path in reversed(files.items())}
+    name = name.removesuffix(".md")
+    return files.get(name) or short.get(name)
 
 
 def title(text: str) -> str:
     """The first line of a page or of a recipe's comment."""
     return text.split("\n", 1)[0].lstrip("# ")
-
-
-def _one(files: Mapping[str, Path], name: str, kind: str, command: str) -> Path:
-    if name in files:
-        return files[name]
-    near = get_close_matches(name, files, n=1)
-    raise UserError(
-        f"there is no {kind} {name!r}",
-        code="argument-invalid",
-        where="NAME",
-        fix=f"use {near[0]}" if near else f"choose one that `{command}` lists",
-    )

@@ -1,4 +1,4 @@
-"""python -m benchmarks.reward_server [--quick]: throughput and latency of `valence serve-reward`
+"""python -m benchmarks.reward_server [--quick]: throughput and latency of `valence serve --reward`
 with 200 concurrent clients.
 
 The server runs in a separate process and serves a function whose scores follow from the text alone;
@@ -115,7 +115,7 @@ BARS = (
 def server(load: Load, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     words = ("benchmarks.reward_server.hash_reward:score", "--port", str(port), *load.words)
     process = subprocess.Popen(
-        [sys.executable, "-m", "valence", "serve-reward", *words],
+        [sys.executable, "-m", "valence", "serve", "--reward", *words],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PAUSE": str(load.pause)},

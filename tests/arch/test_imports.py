@@ -346,7 +346,7 @@ STATEMENTS = (
 HELP = ("--help", "train --help")
 STARTING = (
     "train recipe.yaml",
-    "resume .",
+    "train .",
     "evaluate .",
     "score recipe.yaml",
     "sample . --prompt so",
@@ -357,7 +357,7 @@ READING = (
     "check recipe.yaml",
     "train recipe.yaml",
     "train recipe.yaml --json",
-    "resume .",
+    "train .",
     "sweep recipe.yaml --over train.epochs=1,2 --out sweep",
 )
 """Commands that a mistake in the recipe ends."""

@@ -281,7 +281,7 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "a list for a section": ("train: [1]\n", ":7 (train)", TYPE, "[1]", "batch_size"),
     "a word for a section": ("train: fast\n", ":7 (train)", TYPE, '"fast"', "batch_size"),
-    "a list for the loss": ("loss: [1]\n", ":7 (loss)", TYPE, "[1]", "valence losses"),
+    "a list for the loss": ("loss: [1]\n", ":7 (loss)", TYPE, "[1]", "valence docs"),
     "loss out of range": ("loss: {beta: 0}\n", ":7 (loss.beta)", TYPE, "0", MEANING),
     "too few": ("train: {betas: [0.9]}\n", ":7 (train.betas)", TYPE, "[0.9]", MEANING),
     "too many": (

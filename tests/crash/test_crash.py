@@ -243,6 +243,6 @@ def test_a_run_is_resumed_from_its_folder_alone(
             place.train(case, run)
     (tmp_path / "run.yaml").unlink()
     shutil.rmtree(run)
-    assert command("resume", str(left)) == 0
+    assert command("train", str(left)) == 0
     assert differences(left, place.undisturbed_run(case)) == []
     assert not run.exists()

@@ -22,7 +22,7 @@ INDEX = """\
 # Losses
 
 Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it,
-and what its training curves look like. `valence losses NAME` prints the same information in a terminal. To choose a method step by step, read
+and what its training curves look like. `valence docs NAME` prints the same information in a terminal. To choose a method step by step, read
 [Choosing a method](../choosing.md).
 
 ## Which loss

@@ -73,7 +73,7 @@ def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
     ] == [8, 8, 8, 2]
 
 
-@pytest.mark.parametrize("name", ["train", "resume", "evaluate", "score", "sample", "export"])
+@pytest.mark.parametrize("name", ["train", "evaluate", "score", "sample", "export"])
 def test_these_commands_take_nproc(name: str) -> None:
     result = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
     assert "nproc" in {parameter.name for parameter in result.params}

@@ -190,7 +190,9 @@ def test_commands_and_settings_exist_and_what_is_not_run_is_told(page: str) -> N
         command = line.words or line.launched
         if command:
             parsed(command)
-        overrides = [] if command[:1] == ["serve-reward"] else command  # it takes those of a reward
+        overrides = (
+            [] if command[:1] == ["serve"] and "--reward" in command else command
+        )  # it takes those of a reward
         for name in (result[1] for word in overrides if (result := OVERRIDE.match(word))):
             assert is_setting(re.sub(r"\.\d+", ".N", name)), f"{line}: there is no setting {name}"
         if not line.words and not line.text.startswith((*BY_SHELL, *OUTSIDE)):
@@ -229,11 +231,11 @@ def test_commands_in_the_prose_exist(page: str) -> None:
 
 def test_lines_are_read_as_a_shell_reads_them() -> None:
     (block,) = blocks(
-        "```sh\n# a word\nA=1 B=$(x y) valence runs \\\n    --json | head  # so\nls\n```\n"
+        "```sh\n# a word\nA=1 B=$(x y) valence report \\\n    --json | head  # so\nls\n```\n"
     )
     several, plain = lines_of(block, "page")
-    assert several == Line("A=1 B=$(x y) valence runs     --json | head", "page", 3)
-    assert (several.words, several.variables) == (["runs", "--json"], ["A", "B"])
+    assert several == Line("A=1 B=$(x y) valence report     --json | head", "page", 3)
+    assert (several.words, several.variables) == (["report", "--json"], ["A", "B"])
     assert (plain.text, plain.line, plain.words) == ("ls", 5, [])
     assert Line("torchrun --nproc-per-node 8 -m valence train recipe.yaml", "page", 1).launched == [
         "train",
@@ -263,4 +265,4 @@ def test_an_option_that_is_gone_is_seen(place: Path) -> None:
     with pytest.raises(Exception, match="--processes") as raised:
         parsed(["train", "recipe.yaml", "--processes", "8"])
     assert raised.typename == "NoSuchOption"
-    assert command("runs", "--jsonl") == 2
+    assert command("report", "--jsonl") == 2

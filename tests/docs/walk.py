@@ -78,7 +78,7 @@ class Line:
 
     @property
     def variables(self) -> list[str]:
-        """What is set for it alone, as `A` of `A=1 valence runs`."""
+        """What is set for it alone, as `A` of `A=1 valence report`."""
         return [result.group(1) for result in re.finditer(ASSIGNED, self.text[: self._start])]
 
     @property
@@ -302,7 +302,7 @@ class Walk:
             self.monkeypatch.setenv(name, "a value of the test")
         added = self.added.get(line.text, "").split()
         words = [*shlex.split(self._local(shlex.join(line.words))), *added]
-        if line.words[:1] in (["serve-reward"], ["serve"]):
+        if line.words[:1] == ["serve"]:
             self._serve(words)
         elif "--review" in line.words:
             self._review(words)

@@ -167,8 +167,8 @@ def test_settings_are_checked_as_those_of_built_in_losses(place: Path) -> None:
     check_error(command_error("check", "own.yaml", f"method={MODULE}:a_number"), "setting-unknown")
     error = command_error("check", "own.yaml", f"method={MODULE}:a_number", "loss=null")
     check_error(error, "loss-shape", where="command line (method)")
-    assert command("losses", f"{MODULE}:simpo") == 0
-    assert command("losses", f"{MODULE}:group_mean") == 0
+    assert command("docs", f"{MODULE}:simpo") == 0
+    assert command("docs", f"{MODULE}:group_mean") == 0
 
 
 def test_a_run_equals_that_of_the_built_in_method(place: Path) -> None:

@@ -87,8 +87,8 @@ OUTPUTS = (
              needs="train_kto"),
     _command("resume_with_more_steps", "train recipes/kto.yaml train.max_steps=4 eval.every=2"
              " run.dir=runs/kto --json", needs="train_kto"),
-    _command("runs", "runs", needs="train_kto train_grpo"),
-    _command("runs_json", "runs --json", needs="train_kto train_grpo"),
+    _command("runs", "report", needs="train_kto train_grpo"),
+    _command("runs_json", "report --json", needs="train_kto train_grpo"),
     _command("report", "report runs/kto", needs="train_kto"),
     # Runs with equal times, as a section is only shown if they differ.
     _command("report_comparison", "report runs/kto runs/copy --out out/comparison.html",

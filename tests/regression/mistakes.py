@@ -190,7 +190,7 @@ ERRORS = (
     _error("model_tokenizer", "check recipe.yaml", {"models/llama/tokenizer.json": "{}"}),
     _error("train_weights", "train recipe.yaml run.dir=runs/new",
            {"models/llama/model.safetensors": 0.5}),
-    _error("run_missing", "resume runs/absent"),
+    _error("run_missing", "train runs/absent"),
     _error("run_is_no_run", "sample models --prompt a"),
     _error("step_missing", "export runs/first out --step 7"),
     _error("step_invalid", "export runs/first out --step last"),

@@ -99,7 +99,7 @@ def served_as_command(
     target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MAX_SCORES
 ) -> Iterator[Served]:
     """A server of what the command would serve."""
-    from valence.cli.serve import reward_service
+    from valence.cli.serve_reward import reward_service
 
     with served_service(
         reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from benchmarks.reward_server.connection import Connection
-from tests.command import command
-from tests.errors import raises_error
+from tests.command import command, command_error
+from tests.errors import check_error
 from tests.rewards.kit import has_words, wait_for
 from tests.rewards.reward_servers import (
     Numbers,
@@ -42,7 +42,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
 from valence.apps.serve.reward_batches import Batcher, Limits
-from valence.cli.serve import serve_reward
+from valence.cli.serve_reward import reward_service
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
 from valence.rewards.cache import MAX_SCORES
@@ -264,11 +264,11 @@ ROOT = Path(cli.__file__).parents[2]
 
 
 class Command:
-    """`valence serve-reward` in a separate process."""
+    """`valence serve --reward` in a separate process."""
 
     def __init__(self, *words: str, function: str = FUNCTION, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "valence", "serve-reward", function, *words],
+            [sys.executable, "-m", "valence", "serve", "--reward", function, *words],
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -354,47 +354,46 @@ FUNCTIONS = "tests.rewards.served_functions"
 @pytest.mark.parametrize(
     ("words", "options", "code", "where", "fix"),
     [
-        (["exact_match"], {"host": "0.0.0.0"}, "server-token-missing", "--host", "--token-env"),
+        (["exact_match"], ["--host", "0.0.0.0"], "server-token-missing", "--host", "--token-env"),
         (
             ["exact_match"],
-            {"token_env": "NOT_SET"},
+            ["--token-env", "NOT_SET"],
             "environment-variable-missing",
             "--token-env",
             None,
         ),
-        (["exact_mach"], {}, "reward-not-found", "exact_mach", "exact_match"),
+        (["exact_mach"], [], "reward-not-found", "exact_mach", "exact_match"),
         (
             ["http://localhost:1/get_reward"],
-            {},
+            [],
             "reward-not-servable",
             "http://localhost:1/get_reward",
             None,
         ),
-        (["http://user:hunter2@host/x"], {}, "address-credentials", "reward", "token_env"),
-        (["length"], {}, "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
-        (["exact_match", "setings.answer=label"], {}, "setting-unknown", "setings", "settings?"),
-        (["no_such.module:fn"], {}, "reward-module-not-found", "no_such.module:fn", None),
+        (["http://user:hunter2@host/x"], [], "address-credentials", "reward", "token_env"),
+        (["length"], [], "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
+        (["exact_match", "setings.answer=label"], [], "setting-unknown", "setings", "settings?"),
+        (["no_such.module:fn"], [], "reward-module-not-found", "no_such.module:fn", None),
         (
             [f"{FUNCTIONS}:of_tokens"],
-            {},
+            [],
             "reward-needs-tokens",
             f"{FUNCTIONS}:of_tokens",
             "completion_ids",
         ),
-        (["exact_match", "token_env=HOME"], {}, "reward-setting-unused", "token_env", None),
+        (["exact_match", "token_env=HOME"], [], "reward-setting-unused", "token_env", None),
     ],
 )
 def test_what_cannot_be_served_is_a_mistake(
-    words: list[str], options: dict[str, Any], code: str, where: str | None, fix: str | None
+    words: list[str], options: list[str], code: str, where: str | None, fix: str | None
 ) -> None:
-    with raises_error(code, where=where, fix=fix):
-        serve_reward(words[0], words[1:], **options)
+    error = command_error("serve", "--reward", *words, *options)
+    check_error(error, code, where=where, fix=fix)
 
 
 def test_the_command_ends_with_the_status_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        command("serve-reward", "exact_match", "--host", "0.0.0.0", "--token-env", "NOT_SET") == 2
-    )
+    words = ("serve", "--reward", "exact_match", "--host", "0.0.0.0", "--token-env", "NOT_SET")
+    assert command(*words) == 2
     assert has_words(capsys.readouterr().err, "NOT_SET")
 
 
@@ -421,7 +420,7 @@ def test_a_rule_reads_the_label() -> None:
 
 
 def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(serve_reward).parameters["max_cached"].default == MAX_SCORES
+    assert signature(reward_service).parameters["keep"].default == MAX_SCORES
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
         file = tmp_path / f"{keep}.txt"
         words = ("deterministic=true", f"settings.file={file}")

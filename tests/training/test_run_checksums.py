@@ -164,7 +164,7 @@ def test_a_recipe_that_has_changed_is_refused(finished: Path, tmp_path: Path) ->
     replace(config, "alpha: 4", "alpha: 5") if "alpha: 4" in saved else replace(
         config, "rank: 2", "rank: 3"
     )
-    for words in (["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a"], ["resume", "RUN"]):
+    for words in (["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a"], ["train", "RUN"]):
         inputs = [
             {"RUN": str(finished), "OUT": str(tmp_path / "out")}.get(word, word) for word in words
         ]

@@ -20,8 +20,8 @@ from valence.terminal import Terminal, print_message, print_traceback, safe_stre
 
 # Each module registers its commands.
 from valence.cli import runs, sweep, report, models, compare, export, inspection  # isort: skip
-from valence.cli import init, imports, split, collect, audit, serve_model  # isort: skip
-from valence.cli import rewards, serve, doctor, shipped  # isort: skip
+from valence.cli import init, imports, split, collect, audit  # isort: skip
+from valence.cli import serve, doctor, docs, demo  # isort: skip
 
 arrange(app)
 
@@ -155,6 +155,8 @@ __all__ = [
     "collect",
     "compare",
     "console",
+    "demo",
+    "docs",
     "doctor",
     "export",
     "imports",
@@ -163,11 +165,8 @@ __all__ = [
     "main",
     "models",
     "report",
-    "rewards",
     "runs",
     "serve",
-    "serve_model",
-    "shipped",
     "split",
     "sweep",
 ]

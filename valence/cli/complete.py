@@ -75,11 +75,20 @@ def methods(incomplete: str) -> list[str]:
     return [name for name in dict.fromkeys((*METHODS, *ONLINE)) if name.startswith(incomplete)]
 
 
-def rules(incomplete: str) -> list[str]:
-    """Names of reward rules."""
+def topics(incomplete: str) -> list[str]:
+    """Names of methods, reward rules and pages."""
     from valence.rewards.rules import RULES
+    from valence.shipped import pages
 
-    return [name for name in RULES if name.startswith(incomplete)]
+    names = (*RULES, *pages())
+    return [*methods(incomplete), *(name for name in names if name.startswith(incomplete))]
+
+
+def shipped_recipes(incomplete: str) -> list[str]:
+    """Names of the recipes that come with the package."""
+    from valence.shipped import recipes
+
+    return [name for name in recipes() if name.startswith(incomplete)]
 
 
 def feedback_sources(incomplete: str) -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "liger": (("liger_kernel",), "the head backend liger (VALENCE_HEAD=liger)"),
     "serve": (
         ("fastapi", "uvicorn", "prometheus_client"),
-        "`valence serve`, `valence collect`, `valence audit --review` and `valence serve-reward`",
+        "`valence serve`, `valence collect` and `valence audit --review`",
     ),
     "lm-eval": (("lm_eval",), "`valence compare --lm-eval-tasks`"),
     "optuna": (("optuna",), "`valence sweep --search optuna`"),

@@ -487,7 +487,7 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool, is_gguf: bool) -> None
                 "a reward model cannot be exported as a GGUF file",
                 code="gguf-architecture-unsupported",
                 where=str(run_dir),
-                fix="remove --gguf; to serve this model, use `valence serve-reward`",
+                fix="remove --gguf; to serve this model, use `valence serve --reward`",
             )
         architecture_of(run.state.policy.causal.config)
     if adapter and run.prepared.method.is_reward_model:

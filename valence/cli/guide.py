@@ -9,7 +9,7 @@ HELP = """Fine-tune language models on human or automatic feedback.
 Get started:
 
 1. `valence demo` trains a small model on examples that come with Valence.
-2. `valence init FILE` writes a recipe for your feedback: thumbs (`kto`), pairs (`dpo`) or demonstrations (`sft`). `valence recipes` has more, such as one with a reward (`grpo`).
+2. `valence init FILE` writes a recipe for your feedback: thumbs (`kto`), pairs (`dpo`) or demonstrations (`sft`). `valence docs` lists more, such as one with a reward (`valence init --recipe online_grpo`).
 3. `valence check RECIPE` checks the settings and the rows, and estimates memory and time.
 4. `valence train RECIPE` trains the model and writes the folder `run.dir`. If it was stopped, rerun it to resume.
 5. Open `report.html` in that folder, and try the model: `valence sample RUN --prompt TEXT`.
@@ -17,18 +17,15 @@ Get started:
 `valence doctor` checks this machine. Every command has `--help` with an example.
 """
 
-TRAIN, REPORTS, MODELS = "Train", "Runs and reports", "Use a model"
-DATA, REWARDS, SETUP = "Feedback data", "Rewards", "Setup and reference"
+TRAIN, MODELS, DATA, SETUP = "Train", "Use a model", "Feedback data", "Setup and reference"
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": (TRAIN, "valence demo"),
     "init": (TRAIN, "valence init feedback.csv"),
     "check": (TRAIN, "valence check recipe.yaml train.batch_size=8"),
     "train": (TRAIN, "valence train recipe.yaml run.dir=runs/first"),
-    "resume": (TRAIN, "valence resume runs/first"),
     "sweep": (TRAIN, "valence sweep recipe.yaml --over loss.beta=0.03,0.1,0.3 --out sweeps/beta"),
-    "runs": (REPORTS, "valence runs"),
-    "report": (REPORTS, "valence report runs/first runs/second"),
+    "report": (TRAIN, "valence report runs/first runs/second"),
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
     "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
     "compare": (
@@ -37,7 +34,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "export": (MODELS, "valence export runs/first my-model"),
     "serve": (MODELS, "valence serve runs/first --out feedback.jsonl"),
-    "ab": (MODELS, "valence ab feedback.jsonl"),
     "import": (DATA, "valence import open-webui export.json --out feedback.jsonl"),
     "split": (DATA, "valence split feedback.csv --share 0.2"),
     "collect": (DATA, "valence collect runs/first --out feedback.jsonl"),
@@ -47,15 +43,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
     ),
     "inspect": (DATA, "valence inspect recipe.yaml --row 2"),
-    "rewards": (REWARDS, "valence rewards exact_match"),
-    "score": (REWARDS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
-    "serve-reward": (REWARDS, "valence serve-reward exact_match --port 5000"),
+    "score": (MODELS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "doctor": (SETUP, "valence doctor recipe.yaml"),
-    "losses": (SETUP, "valence losses kto"),
-    "recipes": (SETUP, "valence recipes online_grpo"),
-    "docs": (SETUP, "valence docs thumbs"),
+    "docs": (SETUP, "valence docs kto"),
 }
 """The panel and the example of each command, in the order of the help."""
+
+RENAMED = {
+    "resume": "valence train RUN",
+    "runs": "valence report",
+    "ab": "valence report FILE",
+    "serve-reward": "valence serve --reward REWARD",
+    "losses": "valence docs NAME",
+    "rewards": "valence docs NAME",
+    "recipes": "valence init --recipe NAME",
+}
+"""Commands of earlier versions, and what does their work."""
 
 
 def arrange(app: typer.Typer) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from valence.cli import complete
 from valence.cli.common import app, console, data_file
+from valence.errors import UserError
 from valence.terminal import print_message
 
 BAD_ROWS = 3
@@ -19,13 +20,23 @@ BAD_ROWS = 3
 @app.command()
 def init(
     file: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="FILE",
             help="File of rows (.jsonl, .json, .csv, .tsv or .parquet, also .gz), or a section as "
             "in a recipe ('{path: FILE, keys: {...}}').",
         ),
-    ],
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            metavar="NAME",
+            help="Write a recipe that comes with Valence instead, such as online_grpo. `valence "
+            "docs` lists them.",
+            autocompletion=complete.shipped_recipes,
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -50,14 +61,49 @@ def init(
     """Write a recipe for a file of rows: look at its columns and rows, choose the method, and hold
     out a part of the prompts to evaluate on.
     """
+    if recipe is not None:
+        _write_shipped(recipe, out, {"FILE": file, "--model": model, "--method": method})
+        return
+    if file is None:
+        raise UserError(
+            "the file of rows is missing",
+            code="argument-missing",
+            where="init",
+            fix="add it, as in `valence init feedback.csv`, or name a recipe: `valence init "
+            "--recipe kto`",
+        )
     from valence.jobs.write_recipe import write_recipe
 
-    recipe = write_recipe(data_file(file), out, model=model, method=method)
-    print_message(console, f"{recipe.facts.file.path}: {recipe.facts.summary}")
-    if bad := recipe.facts.bad:
+    written = write_recipe(data_file(file), out, model=model, method=method)
+    print_message(console, f"{written.facts.file.path}: {written.facts.summary}")
+    if bad := written.facts.bad:
         print_message(console, f"{len(bad):,} rows cannot be used:", "yellow")
         for row in bad[:BAD_ROWS]:
             print_message(console, f"  {row.origin}: {row.reason}", "yellow")
-    print_message(console, f"wrote {recipe.path} (method {recipe.method})")
-    path = shlex.quote(str(recipe.path))
+    print_message(console, f"wrote {written.path} (method {written.method})")
+    _print_next(written.path)
+
+
+def _write_shipped(name: str, out: Path, others: dict[str, str | None]) -> None:
+    """Write a recipe that comes with the package."""
+    from valence.jobs.row_job import replace_file
+    from valence.jobs.write_recipe import check_output
+    from valence.shipped import recipe_text
+
+    if used := [option for option, value in others.items() if value is not None]:
+        raise UserError(
+            f"{used[0]} has no effect on a recipe that comes with Valence",
+            code="option-conflict",
+            where=used[0],
+            fix=f"remove {used[0]} and edit the recipe, or remove --recipe",
+        )
+    text = recipe_text(name)
+    check_output(out)
+    replace_file(out, text)
+    print_message(console, f"wrote {out}")
+    _print_next(out)
+
+
+def _print_next(recipe: Path) -> None:
+    path = shlex.quote(str(recipe))
     print_message(console, f"Next: valence check {path}, then valence train {path}")

@@ -1,25 +1,42 @@
-"""The command that writes the report of a run, or a comparison of several runs."""
+"""The command that lists runs, and writes reports and the result of an A/B test."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from valence.cli.common import app
+from valence.cli import complete
+from valence.cli.common import app, console
+from valence.errors import UserError
 from valence.storage import writing
-from valence.terminal import escape_control, write_line
+from valence.terminal import escape_control, json_line, print_message, print_table, write_line
+
+if TYPE_CHECKING:
+    from valence.apps.serve.experiment import AbResult
 
 PAGE = Path("comparison.html")
+RUNS = Path("runs")
 
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders, or folders that contain runs."),
-    ],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN|FILE...",
+            help="Run folders, folders that contain runs, or the --out file of `valence serve` "
+            "with two models. Default: list the runs in the folder runs.",
+            autocompletion=complete.run_folders,
+        ),
+    ] = None,
+    list_only: Annotated[
+        bool,
+        typer.Option("--list", help="List the runs: state, step, time left and last metrics."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -35,12 +52,65 @@ def report(
             "--md", help="Print Markdown instead of HTML, for example for a pull request."
         ),
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object per run of the list, or the result of an A/B test.",
+        ),
+    ] = False,
 ) -> None:
-    """Rewrite the report of a run, or compare several runs: metrics, settings that differ, curves,
-    and rows on which the runs disagree.
+    """List runs, rewrite the report of a run, compare several runs, or show the result of an A/B
+    test.
 
-    Unfinished runs are reported with the data so far.
+    A comparison has metrics, settings that differ, curves, and rows on which the runs disagree.
+    Unfinished runs are reported with the data so far. An A/B test may be looked at at any time: the
+    error probability stays at most 5 %.
     """
+    files = [path for path in paths or () if path.is_file()]
+    is_test = bool(files) or any(path.suffix == ".jsonl" for path in paths or ())
+    lists = not is_test and (list_only or not paths or as_json)
+    _refuse_unused(
+        {"--list": list_only and is_test, "--out": out is not None, "--md": md},
+        is_used=not (lists or is_test),
+    )
+    if is_test:
+        if paths is None or len(paths) > 1:
+            raise UserError(
+                "the result of an A/B test is shown alone",
+                code="option-conflict",
+                where=str(files[0]),
+                fix="name only the file of one A/B test, or only runs",
+            )
+        _show_test(paths[0], as_json)
+    elif lists:
+        _list_runs(paths or [RUNS], as_json)
+    else:
+        _report(paths or [], out, md)
+
+
+def _refuse_unused(options: dict[str, bool], *, is_used: bool) -> None:
+    unused = [name for name, is_set in options.items() if is_set]
+    if unused and not is_used:
+        raise UserError(
+            f"{unused[0]} applies to the report of runs, not to a list or an A/B test",
+            code="option-unused",
+            where=unused[0],
+            fix=f"remove {unused[0]}, or name the runs to report on",
+        )
+
+
+def _list_runs(folders: list[Path], as_json: bool) -> None:
+    from valence.reports import runs
+
+    lines = [line for folder in folders for line in runs.list_runs(folder)]
+    if not as_json:
+        print_table(console, runs.table(lines))
+    for line in runs.as_json(lines) if as_json else ():
+        write_line(json_line(line))
+
+
+def _report(paths: list[Path], out: Path | None, md: bool) -> None:
     from valence.reports.comparable_runs import find_runs, read_runs
     from valence.reports.comparison import (
         comparison_markdown,
@@ -51,7 +121,7 @@ def report(
     from valence.reports.page import report_markdown
     from valence.reports.rundata import read_run
 
-    lines = find_runs(runs)
+    lines = find_runs(paths)
     several = len(lines) > 1
     target = out or (PAGE if several and not md else None)
     if target:
@@ -83,3 +153,44 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
     with writing(run_dir, "make the folder writable, or print Markdown with --md"):
         page = write_page(run_dir)
         return f"{page.read_text(encoding='utf-8')}{MARK}\n" if copied else str(page)
+
+
+def _show_test(file: Path, as_json: bool) -> None:
+    from valence.apps.serve.experiment import read_result
+
+    result = read_result(file)
+    if as_json:
+        write_line(json.dumps(result.to_dict()))
+        return
+    print_table(console, _test_table(result))
+    print_message(console, result.verdict)
+    if result.better is None:
+        highest = max(result.e_values)
+        print_message(
+            console, f"e-value {highest:.3g}; {result.threshold:g} establishes a difference"
+        )
+
+
+def _test_table(result: AbResult) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("side")
+    table.add_column("model", overflow="fold")
+    for column in ("step", "share", "thumbs up", "down", "voters", "up", "95 % interval"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, side, share in (
+        ("A", result.a, 1 - result.share),
+        ("B", result.b, result.share),
+    ):
+        low, high = side.interval
+        table.add_row(
+            name,
+            escape_control(side.run),
+            str(side.step),
+            f"{share:.0%}",
+            str(side.thumbs_up),
+            str(side.thumbs_down),
+            str(side.votes),
+            "" if side.rate is None else f"{side.rate:.0%}",
+            f"{low:.0%} to {high:.0%}",
+        )
+    return table

@@ -1,4 +1,4 @@
-"""Commands about runs: train, resume, list, check a recipe, and score rows."""
+"""Commands about runs: train and resume, check a recipe, and score rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from valence.cli.common import (
     Overrides,
     Quiet,
     RecipeArg,
-    RunArg,
     TrustRemoteCode,
     allow_remote_code,
     app,
@@ -34,7 +33,7 @@ from valence.cli.common import (
 )
 from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
-from valence.terminal import json_line, print_message, print_table, write_line
+from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.config.load import LoadedRecipe
@@ -52,7 +51,14 @@ RewardOption = Annotated[
 
 @app.command()
 def train(
-    recipe: RecipeArg,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN",
+            help="A YAML recipe, or the folder of a run to resume.",
+            autocompletion=complete.runs_or_recipes,
+        ),
+    ],
     overrides: Overrides = None,
     fresh: Fresh = False,
     allow: Allow = None,
@@ -63,21 +69,46 @@ def train(
     """Train a model: check the data, run the recipe, and write the model, the log and a report into
     the run folder.
 
-    If the folder contains a run that was stopped or killed, resume it from its last checkpoint, on
-    any number of processes.
+    If the run folder contains a run that was stopped or killed, resume it from its last checkpoint,
+    on any number of processes. To resume a run by its folder, name the folder instead of the
+    recipe: the recipe is read from there, and its relative paths are resolved in the folder in
+    which the run was started.
     """
     must_be_open(as_json)
-    _check_recipe(recipe, overrides or [], as_json)
+    recipe, settings, folder = _recipe_of(target, overrides or [], fresh)
+    with chdir(folder):
+        _check_recipe(recipe, settings, as_json)
     with processes(nproc) as group:
-        _train(
-            recipe,
-            overrides or [],
-            as_json,
-            fresh=fresh,
-            allow=allow or [],
-            quiet=quiet,
-            group=group,
+        os.chdir(folder)
+        _train(recipe, settings, as_json, fresh=fresh, allow=allow or [], quiet=quiet, group=group)
+
+
+def _recipe_of(target: Path, overrides: list[str], fresh: bool) -> tuple[Path, list[str], Path]:
+    """The recipe to train with, its settings, and the folder to which its paths are relative: those
+    of a run if the target is a folder.
+    """
+    if not target.is_dir():
+        return target, overrides, Path()
+    from valence.reports.runs import place_of_run
+
+    if any(override.split("=")[0] == "run.dir" for override in overrides):
+        raise UserError(
+            "a run can only be resumed in its folder, so run.dir cannot be changed",
+            code="option-conflict",
+            where="run.dir",
+            fix="remove run.dir; to use another folder, move the run folder and pass its new path",
         )
+    run_dir = target.absolute()
+    recipe, start_folder = place_of_run(run_dir)
+    if fresh:
+        raise UserError(
+            "--fresh starts a run over, but a run folder is resumed",
+            code="option-conflict",
+            where="--fresh",
+            fix=f"remove --fresh, or name the recipe: `valence train {recipe} --fresh`",
+        )
+    folder = start_folder if start_folder and start_folder.is_dir() else Path()
+    return recipe, [*overrides, f"run.dir={json.dumps(str(run_dir))}"], folder
 
 
 def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
@@ -129,57 +160,6 @@ def _stop_message(stopped: KeyboardInterrupt) -> str:
     if "stopped after step" not in str(stopped):
         return f"{stopped}: nothing was lost; rerun the same command to resume"
     return f"{stopped}; the state is saved, rerun the same command to resume"
-
-
-@app.command()
-def resume(
-    run_dir: RunArg,
-    overrides: Overrides = None,
-    allow: Allow = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
-    nproc: Nproc = None,
-) -> None:
-    """Resume a run by its folder; the recipe is read from there.
-
-    Relative paths are resolved in the folder in which the run was started.
-    """
-    must_be_open(as_json)
-    from valence.reports.runs import place_of_run
-
-    if any(override.split("=")[0] == "run.dir" for override in overrides or []):
-        raise UserError(
-            "a run can only be resumed in its folder, so run.dir cannot be changed",
-            code="option-conflict",
-            where="run.dir",
-            fix="remove run.dir; to use another folder, move the run folder and pass its new path",
-        )
-    folder = run_dir.absolute()
-    recipe, start_folder = place_of_run(folder)
-    cwd = start_folder if start_folder and start_folder.is_dir() else Path()
-    settings = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
-    with chdir(cwd):
-        _check_recipe(recipe, settings, as_json)
-    with processes(nproc) as group:
-        os.chdir(cwd)
-        _train(recipe, settings, as_json, fresh=False, allow=allow or [], quiet=quiet, group=group)
-
-
-@app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to search.")] = Path(
-        "runs"
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
-) -> None:
-    """List the runs in a folder with their state, step, time left and last metrics."""
-    from valence.reports import runs as run_list
-
-    lines = run_list.list_runs(folder)
-    if not as_json:
-        print_table(console, run_list.table(lines))
-    for line in run_list.as_json(lines) if as_json else ():
-        write_line(json_line(line))
 
 
 @app.command()

@@ -1,52 +1,109 @@
-"""The command that serves a reward over HTTP."""
+"""The command that serves a model or a reward over HTTP."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from valence.cli.collect import model_names
 from valence.cli.common import (
     AllowedHost,
     Host,
-    Port,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
     app,
+    checkpoint_of,
+    console,
     require_server_libraries,
 )
+from valence.cli.serve_reward import serve_reward, token_of
 from valence.errors import UserError
-from valence.terminal import escape_control, write_line
+from valence.terminal import escape_control, print_message, write_line
 
 if TYPE_CHECKING:
-    from valence.apps.serve.reward_batches import Limits
-    from valence.apps.serve.reward_server import Service
-    from valence.config.schema import RewardSettings
-    from valence.rewards.calls import CallBackend
+    pass
 
-MEGABYTE = 1_000_000
+DEFAULT_SHARE = 0.5
+REWARD_ONLY = ("timeout", "rate", "max_waiting", "end")
+MODEL_ONLY = (
+    "out",
+    "share",
+    "temperature",
+    "top_p",
+    "max_new_tokens",
+    "max_batch",
+    "drain",
+    "overwrite",
+    "step",
+    "trust_remote_code",
+)
+"""Options that apply to a reward alone, and to a model alone."""
 
 
-@app.command(name="serve-reward")
-def serve_reward(
-    reward: Annotated[
-        str,
+@app.command()
+def serve(
+    context: typer.Context,
+    target: Annotated[
+        str | None,
         typer.Argument(
-            metavar="MODEL|FUNCTION|RULE",
-            help="Reward model (folder or hub id), function (`package.module:function`) or rule.",
+            metavar="MODEL|RUN",
+            help="The model to serve: the folder of a run or a model, or a hub id.",
         ),
-    ],
+    ] = None,
+    rival: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|RUN",
+            help="A second model, for an A/B test: each user gets one of the two models.",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Settings of the reward, as in the reward section of a recipe, e.g. "
-            "settings.answer=label. `valence rewards RULE` lists those of a rule.",
+            help="Settings to override, e.g. data.as_chat=true; with --reward those of the reward, "
+            "e.g. settings.answer=label. `valence docs RULE` lists the settings of a rule.",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            "--reward",
+            metavar="REWARD",
+            help="Serve a reward instead: a reward model (folder or hub id), a function "
+            "(`package.module:function`) or a rule, for recipes with `reward: http://...` and for "
+            "OpenRLHF (POST /get_reward).",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
+            "New feedback is added to existing rows.",
+        ),
+    ] = Path("feedback.jsonl"),
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--share",
+            help="Fraction of users who get the second model, between 0 and 1. Default: 0.5.",
         ),
     ] = None,
     host: Host = "127.0.0.1",
-    port: Port = 5000,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port to listen on. 0: any free port. Default: 8000, or 5000 with --reward.",
+        ),
+    ] = None,
     allowed_host: AllowedHost = None,
     token_env: Annotated[
         str | None,
@@ -55,179 +112,202 @@ def serve_reward(
             help="Environment variable that contains the bearer token clients must send.",
         ),
     ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="Temperature of requests without one; 0 takes the most likely token.",
+        ),
+    ] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="top_p of requests without one; 1: all tokens.")
+    ] = 1.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens per answer of requests without max_tokens.")
+    ] = 512,
     max_batch: Annotated[
-        int, typer.Option(min=1, help="Maximum answers per call of the reward.")
-    ] = 64,
-    max_wait_ms: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Maximum milliseconds that an answer waits for others to share its call."
-        ),
-    ] = 5.0,
-    max_body: Annotated[
-        float, typer.Option(min=0.001, help="Maximum size of a request body, in megabytes.")
-    ] = 32.0,
-    max_items: Annotated[int, typer.Option(min=1, help="Maximum answers per request.")] = 1024,
-    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Answers per model to sample at the same time.")
+    ] = 8,
+    drain: Annotated[
         int,
         typer.Option(
-            min=1, help="Maximum waiting answers over all requests. Requests beyond it are refused."
+            min=0, help="Seconds that running requests have to finish after SIGTERM or Ctrl-C."
         ),
-    ] = 16384,
-    rate: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Maximum requests per second per client. Default: unlimited."),
-    ] = None,
-    concurrency: Annotated[
-        int,
+    ] = 120,
+    overwrite: Annotated[
+        bool,
         typer.Option(
-            min=1,
-            help="Concurrent calls of the reward. A function gets this many worker processes.",
+            "--overwrite",
+            help="Replace output files that were edited, or that Valence did not write.",
         ),
-    ] = 1,
+    ] = False,
+    step: Step = None,
+    trust_remote_code: TrustRemoteCode = False,
     timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0.01,
-            help="Time limit of a request, in seconds. Answers without a score by then fail.",
+            help="With --reward: time limit of a request, in seconds. Answers without a score by "
+            "then fail. Default: 60.",
         ),
-    ] = 60.0,
-    max_cached: Annotated[
-        int,
+    ] = None,
+    rate: Annotated[
+        float | None,
         typer.Option(
-            min=0,
-            help="Scores of a deterministic reward to cache in memory. 0: no cache.",
+            min=0.001,
+            help="With --reward: maximum requests per second per client. Default: unlimited.",
         ),
-    ] = 65536,
+    ] = None,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --reward: maximum waiting answers over all requests. Requests beyond it are "
+            "refused. Default: 16384.",
+        ),
+    ] = None,
     end: Annotated[
         list[str] | None,
         typer.Option(
             "--end",
             metavar="TEXT",
-            help="Text to remove from the end of answers. Can be repeated. Default: common end "
-            "tokens.",
+            help="With --reward: text to remove from the end of answers. Can be repeated. Default: "
+            "common end tokens.",
         ),
     ] = None,
 ) -> None:
-    """Serve a reward over HTTP for recipes with `reward: http://...` and for OpenRLHF
-    (POST /get_reward).
+    """Serve a model to your app: POST /v1/chat/completions, compatible with OpenAI's API, and POST
+    /feedback. With two models, run an A/B test; `valence report FILE` shows its result. With
+    --reward, serve a reward to trainers.
     """
-    require_server_libraries("serve-reward", "prometheus_client")
-    from valence.apps.serve.reward_batches import Limits
-    from valence.apps.serve.reward_server import serve
-
-    limits = Limits(
-        max_batch=max_batch,
-        max_wait=max_wait_ms / 1000,
-        concurrency=concurrency,
-        timeout=timeout,
-        max_items=max_items,
-        max_waiting=max_waiting,
-        max_body=int(max_body * MEGABYTE),
-        rate=rate,
-    )
-    service = reward_service(
-        reward, overrides or [], limits, token=token_of(token_env), ends=end, keep=max_cached
-    )
-    serve(
-        service,
-        host=host,
-        port=port,
-        allowed_hosts=allowed_host or [],
-        log=lambda line: write_line(escape_control(line)),
-    )
-
-
-def reward_service(
-    target: str,
-    overrides: list[str],
-    limits: Limits,
-    *,
-    token: str | None,
-    ends: list[str] | None,
-    keep: int,
-) -> Service:
-    """Load the reward. Raises UserError if it cannot be served."""
-    from valence.apps.serve.reward_server import ENDS, Service
-    from valence.apps.serve.reward_workers import WorkerPool
-    from valence.config.load import load_reward
-    from valence.rewards import reward_of
-    from valence.rewards.build import is_server
-
-    settings = [
-        f"timeout={limits.timeout}",
-        f"batch_size={limits.max_batch}",
-        f"concurrency={limits.concurrency}",
-        "retries=0",
-    ]
-    spec = load_reward(target, [*settings, *overrides])
-    if is_server(spec.reward):
+    require_server_libraries("serve", "prometheus_client")
+    _refuse_unused(context, REWARD_ONLY if reward is None else MODEL_ONLY, reward is not None)
+    if reward is not None:
+        serve_reward(
+            reward,
+            [setting for setting in (target, rival, *(overrides or [])) if setting is not None],
+            host=host,
+            port=5000 if port is None else port,
+            allowed_hosts=allowed_host or [],
+            token=token_of(token_env),
+            ends=end,
+            limits={"timeout": timeout, "rate": rate, "max_waiting": max_waiting},
+        )
+        return
+    if target is None:
         raise UserError(
-            "this is already the address of a reward server",
-            code="reward-not-servable",
-            where=spec.reward,
-            fix="set `reward` in the recipe to this address, or serve a model, a function or a "
-            "rule",
+            "the model to serve is missing",
+            code="argument-missing",
+            where="serve",
+            fix="add it, as in `valence serve runs/first`; to serve a reward, add --reward",
         )
-    if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
+    from valence.apps.serve.app import log_error
+    from valence.apps.serve.chat import ChatModel
+    from valence.apps.serve.experiment import Experiment, ServedRun, ab_path
+    from valence.apps.serve.feedback import FeedbackStore
+    from valence.apps.serve.model_service import ModelService
+    from valence.apps.serve.prompts import PromptQueue
+    from valence.apps.serve.run import open_socket
+    from valence.apps.serve.run import serve as run_server
+    from valence.distributed.process_group import SingleProcess
+    from valence.models.digest import digests
+    from valence.rollouts import Sampling
+    from valence.training.open_run import open_run
+
+    if rival is not None and "=" in rival and not Path(rival).exists():
+        rival, overrides = None, [rival, *(overrides or [])]
+    names = model_names(target, rival, step)
+    check_share(share, has_rival=rival is not None)
+    if rival is not None and ab_path(out) == out:
         raise UserError(
-            "the reward `length` counts tokens, but requests contain only text",
-            code="reward-needs-tokens",
-            where="settings.unit",
-            fix="add settings.unit=characters or settings.unit=words",
+            "names that end in .ab.jsonl are for the votes of an A/B test, not for rows",
+            code="path-invalid-output",
+            where="--out",
+            fix=f"use --out {out.name.removesuffix('.ab.jsonl') or 'feedback'}.jsonl",
         )
-    loaded, pools = list[str](), list[WorkerPool]()
-
-    def model(name: str, settings: Mapping[str, Any], where: str) -> CallBackend:
-        from valence.jobs.reward_queries import query_model
-
-        loaded.append(name)
-        return query_model(name, settings, where)
-
-    def function(spec: RewardSettings, where: str) -> CallBackend:
-        pool = WorkerPool(
-            spec.reward,
-            spec.settings,
-            spec.timeout,
-            spec.concurrency,
-            where,
-            _log,
-            max_wait=limits.timeout,
-        )
-        pool.start()
-        if "completion_ids" in pool.parameters:
-            raise UserError(
-                "the function has a parameter completion_ids, but requests contain only text",
-                code="reward-needs-tokens",
-                where=target,
-                fix="remove the parameter completion_ids from the function",
+    token = token_of(token_env)
+    sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+    allowed = allow_remote_code(trust_remote_code, overrides)
+    with ExitStack() as stack:
+        # the port and the files are checked before the model is loaded, which takes long
+        place = stack.enter_context(
+            open_socket(
+                host,
+                8000 if port is None else port,
+                has_tokens=token is not None,
+                danger="other machines could use the model and vote",
+                fix="add --token-env NAME, or remove --host",
             )
-        pools.append(pool)
-        return pool
-
-    reward = reward_of([spec], model=model, function=function, keep=keep)
-    return Service(
-        reward, limits, token=token, reads_query=bool(loaded), ends=ENDS if ends is None else ends,
-        probe=pools[0].probe if pools else None,
-    )  # fmt: skip
-
-
-def _log(line: str) -> None:
-    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `2>&-`
-        write_line(escape_control(line), sys.stderr)
-
-
-def token_of(variable: str | None) -> str | None:
-    """The value of an environment variable. Raises UserError when it is empty."""
-    if variable is None:
-        return None
-    token = os.environ.get(variable)
-    if not token:
-        raise UserError(
-            f"the environment variable {variable} is not set",
-            code="environment-variable-missing",
-            where="--token-env",
-            fix=f"set it to a long random string, for example: "
-            f"export {variable}=$(openssl rand -hex 32)",
         )
-    return token
+        store = stack.enter_context(
+            closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error))
+        )
+        models, runs = list[ChatModel](), list[ServedRun]()
+        for name, folder in zip(names, filter(None, (target, rival)), strict=True):
+            print_message(console, f"loading {folder}")
+            checkpoint = None if models else checkpoint_of(step)
+            trainer = open_run(
+                folder, allowed, group=SingleProcess(), at=checkpoint, console=console
+            )
+            models.append(ChatModel(trainer, name, max_batch=max_batch))
+            # the weights of a folder can be replaced without another step
+            weights = "" if rival is None else digests(trainer.policy, adapter=True).weights
+            runs.append(ServedRun(str(Path(folder)), trainer.step, weights))
+        experiment = None
+        if rival is not None:
+            experiment = Experiment(
+                ab_path(out), (runs[0], runs[1]), DEFAULT_SHARE if share is None else share
+            )
+            stack.callback(experiment.close)
+        service = ModelService(
+            models[0],
+            store,
+            sampling,
+            PromptQueue([]),
+            rival=models[1] if rival is not None else None,
+            tokens={} if token is None else {token: ""},
+            runs=runs,
+            experiment=experiment,
+        )
+        run_server(
+            service,
+            place,
+            host=host,
+            allowed_hosts=allowed_host or [],
+            print_line=lambda line: write_line(escape_control(line)),
+            shutdown_seconds=drain,
+        )
+
+
+def check_share(share: float | None, *, has_rival: bool) -> None:
+    """Raise UserError for a share that is not between 0 and 1, or without a second model."""
+    if share is not None and not has_rival:
+        raise UserError(
+            "the share of users applies only to an A/B test of two models",
+            code="option-unused",
+            where="--share",
+            fix="add a second model, or remove --share",
+        )
+    if share is not None and not 0 < share < 1:
+        raise UserError(
+            f"the fraction of users who get the second model is {share:g}, but must be above 0 and "
+            "below 1",
+            code="ab-share-invalid",
+            where="--share",
+            fix="use, for example, --share 0.2 for 20 % of the users",
+        )
+
+
+def _refuse_unused(context: typer.Context, options: Sequence[str], is_reward: bool) -> None:
+    """Raise UserError if one of the options is set."""
+    for name in options:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} applies only to a {'model' if is_reward else 'reward'}",
+                code="option-unused",
+                where=option,
+                fix=f"remove it{'' if is_reward else ', or add --reward'}",
+            )

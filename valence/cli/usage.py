@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from valence.cli.guide import COMMANDS
+from valence.cli.guide import COMMANDS, RENAMED
 from valence.cli.sweep import missing_over
 from valence.errors import UserError
 
@@ -92,6 +92,8 @@ def _similar_command(name: str, commands: Sequence[str]) -> str:
         return f"name the command as well, such as `valence train {name}`"
     if name.endswith(DATA_SUFFIXES):
         return f"write a recipe for this file: `valence init {name}`"
+    if name in RENAMED:
+        return f"use `{RENAMED[name]}`"
     near = get_close_matches(name.lower(), commands, n=1)
     if near:
         return f"did you mean `valence {near[0]}`?"
@@ -101,6 +103,6 @@ def _similar_command(name: str, commands: Sequence[str]) -> str:
     if methods:
         return (
             f"train with this method: `valence train RECIPE method={methods[0].split()[0]}`; "
-            f"`valence losses {methods[0].split()[0]}` explains it"
+            f"`valence docs {methods[0].split()[0]}` explains it"
         )
     return "`valence --help` lists the commands"

@@ -633,7 +633,7 @@ class RewardSettings(Section):
     """One reward of a completion. Several are added, each multiplied by its weight."""
 
     reward: Text
-    """A function (`package.module:function`), the name of a rule (see `valence rewards`), the
+    """A function (`package.module:function`), the name of a rule (see `valence docs`), the
     folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`).
     Separate several addresses with commas: if one server fails, the next one is called.
     """
@@ -1269,7 +1269,7 @@ class Recipe(Section):
     data: Data = Data()
     """Rows for training and evaluation."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Settings of the loss; see `valence losses NAME`."""
+    """Settings of the loss; see `valence docs NAME`."""
     mix: list[Mix] = Field(default_factory=list[Mix])
     """Other methods that every step also trains with, on other rows."""
     train: Train = Train()

@@ -139,7 +139,7 @@ def list_rewards(
             "the recipe has no reward" if target is not None else "the reward is missing",
             code="reward-missing",
             where="score",
-            fix="add --reward NAME (`valence rewards` lists names), or use a recipe with a reward",
+            fix="add --reward NAME (`valence docs` lists names), or use a recipe with a reward",
         )
     return specs
 

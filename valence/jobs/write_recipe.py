@@ -103,8 +103,23 @@ def write_recipe(
 
     Raises UserError if a file is there already, and if no recipe fits its rows.
     """
-    check_path(out)
+    check_output(out)
     file = _recognize(file)
+    facts = look_at(file, method_of(method).kind if method else None)
+    name, conversion = _choose(facts, method)
+    text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
+    replace_file(out, text)
+    try:
+        load_recipe(out)
+    except UserError:
+        out.unlink()
+        raise
+    return WrittenRecipe(out, name, facts)
+
+
+def check_output(out: Path) -> None:
+    """Raise UserError if no recipe can be written to this path, or if the file exists."""
+    check_path(out)
     if out.suffix not in (".yaml", ".yml") or not out.parent.is_dir():
         raise UserError(
             "a recipe is a .yaml file in an existing folder",
@@ -119,16 +134,6 @@ def write_recipe(
             where=str(out),
             fix="choose another --out, or move this file away",
         )
-    facts = look_at(file, method_of(method).kind if method else None)
-    name, conversion = _choose(facts, method)
-    text = "\n".join(_lines(facts, out, name, conversion, model or MODEL)) + "\n"
-    replace_file(out, text)
-    try:
-        load_recipe(out)
-    except UserError:
-        out.unlink()
-        raise
-    return WrittenRecipe(out, name, facts)
 
 
 # Look at the rows
@@ -298,8 +303,8 @@ def _choose(facts: FileFacts, method: str | None) -> tuple[str, _Conversion]:
             "cannot show",
             code="init-prompts",
             where=facts.file.path,
-            fix="start from a recipe with a reward (`valence recipes online_grpo`), or collect "
-            "rated answers with `valence collect`",
+            fix="start from a recipe with a reward (`valence init --recipe online_grpo`), or "
+            "collect rated answers with `valence collect`",
         )
     if facts.kind == "demonstration" and (table_row is None or table_row.kind != "demonstration"):
         _refuse_unread_rating(facts.file)
@@ -406,7 +411,7 @@ def _lines(
     yield f"# Written by `valence init`. {facts.file.path}: {facts.summary}."
     yield f"# `valence check {out.name} --all` lists every other setting with its default."
     purpose = f"{PURPOSES[method]}; " if method in PURPOSES else ""
-    yield f"method: {method}  # {purpose}`valence losses` lists all methods"
+    yield f"method: {method}  # {purpose}`valence docs` lists all methods"
     yield "model:"
     yield f"  name: {_text(model)}  # the id of a model on the Hugging Face hub, or a folder"
     yield "  lora: {rank: 16}  # train a small adapter instead of all weights: saves memory"

@@ -290,7 +290,7 @@ def _needs_reward(name: str) -> UserError:
         f"{name} trains on sampled completions and needs a reward",
         code="method-needs-reward",
         where="method",
-        fix="set reward to a rule (`valence rewards` lists them), a function, a reward model or a "
+        fix="set reward to a rule (`valence docs` lists them), a function, a reward model or a "
         "server",
     )
 
@@ -324,7 +324,7 @@ def method_of(name: str, online: bool = False) -> Method:
         f"there is no method {name!r}",
         code="method-unknown",
         where="method",
-        fix=f"{hint}the main methods are {', '.join(main)}; `valence losses` lists all",
+        fix=f"{hint}the main methods are {', '.join(main)}; `valence docs` lists all",
     )
 
 

@@ -1,4 +1,4 @@
-"""List the runs in a folder with their state, for `valence runs`, and find how a run was started.
+"""List the runs in a folder with their state, for `valence report`, and find how a run was started.
 
 This module does not import torch.
 """

@@ -35,7 +35,7 @@ RESERVED_NAMES = ("mean", "std", "min", "max")
 HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
-    "a function (package.module:function), a rule (`valence rewards` lists them), the folder or "
+    "a function (package.module:function), a rule (`valence docs` lists them), the folder or "
     "hub id of a reward model, or the address of a server (http://...)"
 )
 

@@ -304,7 +304,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
             f"{field_problem(first)} (reward {name})",
             code=setting_error_code(first),
             where=place,
-            fix=f"correct it as `valence rewards {name}` describes; its settings are {names}",
+            fix=f"correct it as `valence docs {name}` describes; its settings are {names}",
         ) from error
     try:
         return RULES[name](**{field: getattr(values, field) for field in type(values).model_fields})

@@ -431,7 +431,7 @@ class ComparisonPrompts:
                 "no judge compares the answers",
                 code="judge-missing",
                 where="compare",
-                fix="add --judge with a rule (`valence rewards` lists them), a function such as "
+                fix="add --judge with a rule (`valence docs` lists them), a function such as "
                 "my_rewards.py:score, a reward model or the address of a server; or let people "
                 "compare: `valence collect BASELINE CANDIDATE`",
             )

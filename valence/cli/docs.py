@@ -1,0 +1,191 @@
+"""The command that explains methods and reward rules, and shows pages of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table
+
+from valence.cli import complete
+from valence.cli.common import app, console, table_of_settings
+from valence.errors import UserError
+from valence.terminal import print_message, write_line
+
+if TYPE_CHECKING:
+    from valence.cli.explain import Doc
+    from valence.methods import Method
+
+
+@app.command()
+def docs(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A method or loss such as `kto`, a reward rule such as `exact_match`, or a page "
+            "such as `start`.",
+            autocompletion=complete.topics,
+        ),
+    ] = None,
+) -> None:
+    """List the methods, the reward rules, the recipes and the pages of the documentation, or
+    explain one of them.
+    """
+    from valence.methods import METHODS, ONLINE, method_of
+    from valence.rewards.rules import RULES
+    from valence.shipped import find_page, page_names
+
+    if name is None:
+        _print_lists()
+    elif name in METHODS or ":" in name:
+        _explain(method_of(name, online=_needs_reward(name)))
+    elif name in ONLINE:
+        _explain(method_of(name, online=True))
+    elif name in RULES:
+        _explain_rule(name)
+    elif page := find_page(name):
+        text = page.read_text(encoding="utf-8")
+        if console.is_terminal:
+            console.print(Markdown(text))
+        else:
+            write_line(text.rstrip())
+    else:
+        near = get_close_matches(name, (*METHODS, *ONLINE, *RULES, *page_names()), n=1)
+        raise UserError(
+            f"there is no method, reward rule or page {name!r}",
+            code="argument-invalid",
+            where="NAME",
+            fix=f"did you mean `valence docs {near[0]}`?"
+            if near
+            else "choose one that `valence docs` lists",
+        )
+
+
+def _needs_reward(name: str) -> bool:
+    """Whether a method, such as a loss of the user, exists only with a reward."""
+    from valence.methods import method_of
+
+    try:
+        method_of(name)
+    except UserError as error:
+        if error.code != "method-needs-reward":
+            raise
+        return True
+    return False
+
+
+def _print_lists() -> None:
+    from valence.cli.explain import method_doc
+    from valence.methods import METHODS, ONLINE
+    from valence.rewards.build import KINDS
+    from valence.rewards.rules import RULES
+    from valence.shipped import pages, recipes, title
+    from valence.types import plural
+
+    table = Table("method", "reads", "reference", "what it does", box=None, pad_edge=False)
+    for method in METHODS.values():
+        table.add_row(
+            method.name,
+            plural(method.kind),
+            "yes" if method.needs_reference else "no",
+            method_doc(method).summary,
+        )
+    console.print(table)
+    print_message(console, f"\nOnline methods, which need a reward: {', '.join(ONLINE)}.\n")
+    table = Table("reward rule", "score", box=None, pad_edge=False)
+    for rule, make in RULES.items():
+        table.add_row(rule, " ".join((make.__doc__ or "").partition("\n\n")[0].split()))
+    console.print(table)
+    print_message(console, f"\nThe setting `reward` accepts {KINDS}.\n")
+    for kind, files in (("recipe", recipes()), ("page", pages())):
+        table = Table(kind, "", box=None, pad_edge=False)
+        for name, path in files.items():
+            table.add_row(name, title(path.read_text(encoding="utf-8")))
+        console.print(table)
+        print_message(console, "")
+    print_message(
+        console,
+        "`valence docs NAME` explains a method or a rule, or shows a page. `valence init --recipe "
+        "NAME` writes a recipe.",
+    )
+
+
+def _explain_rule(name: str) -> None:
+    from valence.config.describe import settings_table
+    from valence.rewards.rules import RULES, settings_of
+
+    *parts, _ = (RULES[name].__doc__ or "").split("\n\n")  # the last one is in the table
+    for part in parts:
+        _print_text(part)
+    table = table_of_settings("type", "default", "meaning")
+    for line in settings_table(settings_of(name), "settings."):
+        table.add_row(line.name, line.type, line.default, line.meaning)
+    console.print(table)
+
+
+def _explain(method: Method) -> None:
+    """Print a method, and the online method with the same loss."""
+    from valence.cli.explain import (
+        added,
+        builder_doc,
+        facts,
+        loss_name,
+        method_doc,
+        online_facts,
+        online_method,
+    )
+
+    online = online_method(method)
+    if method.online:
+        _print_text("Trains on completions that the policy samples and a reward scores.")
+        _print_doc(builder_doc(method))
+        _print_text(f"The loss is {loss_name(method)}:")
+    _print_doc(method_doc(method))
+    _print_facts(facts(method))
+    _settings(method)
+    if method.online or online is None:
+        return
+    console.print()
+    _print_text(f"With a reward, the method is {online.name}, which samples completions:")
+    _print_doc(builder_doc(online))
+    _print_facts(online_facts(online))
+    _settings(online, added(online))
+
+
+def _print_text(text: str) -> None:
+    print_message(console, f"{' '.join(text.split())}\n")
+
+
+def _print_doc(doc: Doc) -> None:
+    for text in (doc.summary, doc.formula, doc.source):
+        if text:
+            _print_text(text)
+
+
+def _print_facts(facts: Mapping[str, str]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    for heading, text in facts.items():
+        table.add_row(heading, text)
+    console.print(table)
+
+
+def _settings(method: Method, only: Collection[str] | None = None) -> None:
+    """Print a table of the settings of the loss, or of those in ``only``, if there are any."""
+    from valence.config.describe import settings_table
+
+    rows = [
+        line
+        for line in settings_table(method.settings, "loss.")
+        if only is None or line.name.split(".")[1] in only
+    ]
+    if not rows:
+        return
+    table = table_of_settings("type", "default", "meaning")
+    for line in rows:
+        table.add_row(line.name, line.type, line.default, line.meaning)
+    console.print(table)
