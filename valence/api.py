@@ -35,7 +35,7 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.sinks import Sink
 from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
-from valence.terminal import print_message
+from valence.terminal import Terminal, print_message
 from valence.training import start as lifecycle
 from valence.training.callbacks import Callback, CallbackLike, Callbacks
 from valence.training.finish import run_to_end
@@ -153,6 +153,8 @@ def train(
     )
     group = group or start()
     console = console or terminal_of(group)
+    if quiet:
+        console = Terminal(warnings_only=True, quiet=console.quiet)
     stop = Stop(console)
     with stop.listening(), _same_mode(loaded):
         run = build_run(
@@ -168,7 +170,6 @@ def train(
             callbacks=[Callbacks(callbacks)],  # raises before a model is loaded
             fresh=fresh,
             allow=allow,
-            quiet=quiet,
             console=console,
             command=command,
             stop=stop,
@@ -176,7 +177,7 @@ def train(
             new_folder=True,
         )
         run = run if run.finished else run_to_end(run)
-    for line in () if quiet else outputs(run.directory):
+    for line in outputs(run.directory):
         print_message(console, line)
     return run
 

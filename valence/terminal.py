@@ -192,8 +192,14 @@ class Terminal(Console):
     plain = False
     """Draw no progress bars, because other output goes to the same terminal."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, warnings_only: bool = False, **settings: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, **settings})
+        self.warnings_only = warnings_only
+        """Print nothing but warnings, and those on standard error."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not self.warnings_only:
+            super().print(*objects, **options)
 
     @property
     def file(self) -> IO[str]:
@@ -236,13 +242,18 @@ def print_table(console: Console, table: Table) -> None:
     wide.print(table)
 
 
-def warn_on_stderr(console: Console, message: str) -> None:
-    """Print a warning that ``--quiet`` does not hide.
+def prints_only_warnings(console: Console) -> bool:
+    return isinstance(console, Terminal) and console.warnings_only
+
+
+def print_warning(console: Console, message: str) -> None:
+    """Print a warning, on standard error if the console prints only warnings.
 
     A quiet console, such as that of ranks other than 0, hides it.
     """
-    if not console.quiet:
-        print_message(Terminal(stderr=True), message, "yellow")
+    if prints_only_warnings(console):
+        console = Terminal(stderr=True, quiet=console.quiet)
+    print_message(console, message, "yellow")
 
 
 # ---------------------------------------------------------------- printing for programs

@@ -160,7 +160,7 @@ class AuditFeatures:
         )
         units = encoder.encode_all(judged).units
         assert len(units) == len(rows)
-        states = hidden_states(policy, units, quiet=True)
+        states = hidden_states(policy, units)
         self.states = torch.cat(list(states))
         forms = [form_of(content_text(judgement.completion)) for judgement in judged]
         self.form = torch.tensor([list(form.values()) for form in forms]).log1p()

@@ -427,7 +427,7 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
         monkeypatch.setattr(
             saved_models, "load_weights", after_replacing(saved_models.load_weights)
         )
-    assert restore(run, quiet=True).step == last
+    assert restore(run).step == last
     assert done
 
 
@@ -444,4 +444,4 @@ def test_checkpoints_that_vanish_again_and_again_are_an_error(
 
     monkeypatch.setattr(saved_models, "check", check_removed)
     with raises_error("checkpoints-pruned", where=str(run), fix="run.keep"):
-        restore(run, quiet=True)
+        restore(run)

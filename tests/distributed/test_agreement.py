@@ -106,7 +106,7 @@ def scored(group: Group, place: Path) -> list[int]:
         f"train: {{batch_size: 1}}\nparallel: {{shard: full}}\n"
         f"reference: {{cache: {place / 'kept'}}}\nrun: {{dir: {place / 'none'}}}\n"
     )
-    return [score(recipe, group=group, verify=1, quiet=True).misses for _ in range(2)]
+    return [score(recipe, group=group, verify=1).misses for _ in range(2)]
 
 
 def test_a_reference_of_split_weights_is_scored_where_one_process_has_no_row(place: Path) -> None:

@@ -249,7 +249,7 @@ EXPORTS: dict[str, Callable[[Path], list[str]]] = {
 def summary_of(source: str) -> ImportSummary:
     """What an import of a tool's export does."""
     with TemporaryDirectory() as folder, chdir(folder):
-        return import_feedback(source, EXPORTS[source](Path()), Path("out.jsonl"), quiet=True)
+        return import_feedback(source, EXPORTS[source](Path()), Path("out.jsonl"))
 
 
 def counts() -> str:

@@ -58,7 +58,7 @@ def preferences(
             closing(build_judge([entry], reward_model, Path("replies"))) as built,
         ):
             comparison.write_prompts([])
-            verdicts = comparison.judge(built, pairs, console=Terminal(), quiet=True)
+            verdicts = comparison.judge(built, pairs, console=Terminal())
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - before:

@@ -74,7 +74,7 @@ def test_contradictions_and_near_duplicates_are_named(place: Path) -> None:
         {"prompt": "another", "completion": "the sun is a star, and it is hot", "label": False},
         {"prompt": "q", "completion": "Nobody knows.", "label": False},
     ]
-    result = audit_labels([write("thumbs.jsonl", rows)], quiet=True)
+    result = audit_labels([write("thumbs.jsonl", rows)])
     assert result.contradictions == (("thumbs.jsonl:2", "thumbs.jsonl:1"),)
     # 8 of 9 shingles of the one are all of the other
     assert result.near_duplicates == (("thumbs.jsonl:1", "thumbs.jsonl:3", round(8 / 9, 3)),)
@@ -87,7 +87,7 @@ def test_pairs_that_are_preferred_both_ways_contradict(place: Path) -> None:
         {"prompt": "q", "chosen": "b", "rejected": "a", "soft": 0.1},
         {"prompt": "q", "chosen": "a", "rejected": "c", "soft": 0.5},
     ]
-    result = audit_labels([write("pairs.jsonl", rows)], quiet=True)
+    result = audit_labels([write("pairs.jsonl", rows)])
     assert result.contradictions == (
         ("pairs.jsonl:2", "pairs.jsonl:1"),
         ("pairs.jsonl:3", "pairs.jsonl:2"),
@@ -184,17 +184,17 @@ def test_votes_beside_the_rows_are_read(place: Path) -> None:
         entry(number, number != 2, message="m1", question="q", answer="a") for number in (1, 2, 3)
     ]
     export = write_export(Path("log.jsonl"), *votes)
-    import_feedback("chat_log", [export], Path("feedback.jsonl"), quiet=True)
-    audited = audit_labels(["feedback.jsonl"], quiet=True).agreement
+    import_feedback("chat_log", [export], Path("feedback.jsonl"))
+    audited = audit_labels(["feedback.jsonl"]).agreement
     assert audited is not None
     assert (audited.targets, audited.ratings) == (1, 3)
     assert audited.disagreement == pytest.approx(2 / 3)
     assert audited.raters[0].disagreement == 1
     assert "person" not in str(audited)
-    assert audit_labels([export], format="chat_log", quiet=True).agreement == audited
+    assert audit_labels([export], format="chat_log").agreement == audited
     Path("feedback.votes.jsonl").write_text('{"label": true}\n')
     with raises_error("votes-file-invalid", where="feedback.votes.jsonl:1"):
-        audit_labels(["feedback.jsonl"], quiet=True)
+        audit_labels(["feedback.jsonl"])
 
 
 def test_rows_may_name_their_rater() -> None:
@@ -226,19 +226,19 @@ def test_labels_that_follow_from_length_are_predicted_and_others_are_not(place: 
     for row in rows:
         row["label"] = len(row["completion"]) % 2 == 0
         row["completion"] += " more words" * (3 if row["label"] else 0)
-    (result,) = audit_labels([write("long.jsonl", rows)], quiet=True).kinds
+    (result,) = audit_labels([write("long.jsonl", rows)]).kinds
     assert result.form is not None
     assert result.form.is_predictive
     assert result.form.auc == 1
     words = result.form.features[0]
     assert (words.name, words.up, words.down, words.auc) == ("words", 12, 6, 1)
-    (result,) = audit_labels([write("equal.jsonl", thumbs())], quiet=True).kinds
+    (result,) = audit_labels([write("equal.jsonl", thumbs())]).kinds
     assert result.form is not None
     assert not result.form.is_predictive
     few = [row for row in thumbs() if row["label"]] + [row for row in thumbs() if not row["label"]][
         :9
     ]
-    (result,) = audit_labels([write("few.jsonl", few)], quiet=True).kinds
+    (result,) = audit_labels([write("few.jsonl", few)]).kinds
     assert (result.down, result.form) == (9, None)
 
 
@@ -292,7 +292,7 @@ def test_features_without_information_have_an_auc_around_chance() -> None:
 
 def test_completions_of_equal_form_do_not_predict_the_label(place: Path) -> None:
     rows = [{"prompt": f"q {i}", "completion": f"word{i}", "label": i % 3 > 0} for i in range(40)]
-    (result,) = audit_labels([write("equal.jsonl", rows)], quiet=True).kinds
+    (result,) = audit_labels([write("equal.jsonl", rows)]).kinds
     assert result.form is not None
     assert result.form.auc == 0.5
     assert not result.form.is_predictive
@@ -315,9 +315,9 @@ def test_states_are_those_of_each_sequence_alone() -> None:
     shared = [judgement("The sun is", True), judgement("The sun is a star.", False, 2)]
     units = encoder.encode_all(shared).units
     policy = PolicyModel(model).eval()
-    packed = hidden_states(policy, units, quiet=True)
+    packed = hidden_states(policy, units)
     policy.lay_out(packed=False)
-    alone = hidden_states(policy, units, quiet=True)
+    alone = hidden_states(policy, units)
     for unit, one, other in zip(units, packed, alone, strict=True):
         ids = torch.tensor([unit.prompt_ids + unit.answers[0].ids])
         with torch.no_grad(), policy.stock():
@@ -329,7 +329,7 @@ def test_states_are_those_of_each_sequence_alone() -> None:
 
 
 def test_planted_flips_are_found(place: Path) -> None:
-    result = audit_labels([write("thumbs.jsonl", thumbs())], model="model", quiet=True)
+    result = audit_labels([write("thumbs.jsonl", thumbs())], model="model")
     states = result.kinds[0].states
     assert states is not None
     assert states.is_informative
@@ -350,7 +350,7 @@ def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path)
     rows += [{**rows[0], "score": 1}, {**rows[1], "score": 5}]
     middle = {"prompt": "q", "completion": "sun", "score": 3}
     file = write("scores.jsonl", [*rows, middle])
-    result = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"), quiet=True)
+    result = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"))
     (scores,) = result.kinds
     assert (scores.kind, scores.rows, scores.up, result.unrated) == ("scores", 62, 31, 1)
     assert result.contradictions == ((f"{file}:61", f"{file}:1"), (f"{file}:62", f"{file}:2"))
@@ -370,7 +370,7 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
         good, bad = (" ".join(generator.choices(words, k=6)) for words in (GOOD, BAD))
         chosen, rejected = (bad, good) if i in FLIPPED else (good, bad)
         rows.append({"prompt": f"question {i}", "chosen": chosen, "rejected": rejected})
-    result = audit_labels([write("pairs.jsonl", rows)], model="model", top=6, quiet=True)
+    result = audit_labels([write("pairs.jsonl", rows)], model="model", top=6)
     states = result.kinds[0].states
     assert states is not None
     lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in states.suspects]
@@ -383,9 +383,7 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
 def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> None:
     generator = random.Random(3)
     rows = [row | {"label": generator.random() < 0.5} for row in thumbs()]
-    result = audit_labels(
-        [write("thumbs.jsonl", rows)], model="model", out=Path("review.jsonl"), quiet=True
-    )
+    result = audit_labels([write("thumbs.jsonl", rows)], model="model", out=Path("review.jsonl"))
     states = result.kinds[0].states
     assert states is not None
     assert not states.is_informative
@@ -400,7 +398,7 @@ def test_rows_are_written_again_and_train(place: Path) -> None:
     # a row that is too long for the model has no score and is written all the same
     rows[7]["completion"] = "sun " * 3000
     file = write("thumbs.jsonl", rows[:-1])
-    result = audit_labels([file], model="model", out=Path("review.jsonl"), quiet=True)
+    result = audit_labels([file], model="model", out=Path("review.jsonl"))
     assert result.out == "review.jsonl"
     lines = [json.loads(line) for line in Path("review.jsonl").read_text().splitlines()]
     assert len(lines) == NUM_ROWS

@@ -66,7 +66,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def do_import(*entries: dict[str, Any], **options: Any) -> ImportSummary:
     """Import these entries of the log."""
     file = write_export(Path("log.jsonl"), *entries)
-    return import_feedback(NAME, [file], OUT, quiet=True, **options)
+    return import_feedback(NAME, [file], OUT, **options)
 
 
 def rows(path: str | Path) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def test_the_description_has_checksums_and_names_no_person_or_folder(tmp_path: P
     inside.mkdir()
     os.chdir(inside)
     file = write_export(tmp_path / "log.jsonl", *EVERY_KIND)
-    import_feedback(NAME, [file], OUT, quiet=True)
+    import_feedback(NAME, [file], OUT)
     about = json.loads(Path("feedback.about.json").read_text())
     assert about["sources"] == {NAME: {"files": ["log.jsonl"], "votes": 5}}
     assert (about["votes"], about["raters"]) == (5, 5)
@@ -245,7 +245,7 @@ def test_the_same_export_again_changes_nothing() -> None:
     assert contents() == before
     assert {p.name: p.stat().st_mtime_ns for p in Path().glob("feedback.*")} == times
     other = write_export(Path("renamed.jsonl"), *EVERY_KIND)
-    import_feedback(NAME, [other], OUT, quiet=True)
+    import_feedback(NAME, [other], OUT)
     assert contents() == before
 
 
@@ -578,7 +578,7 @@ def test_the_output_must_be_a_file_of_json_lines(out: str, code: str) -> None:
     Path("link.jsonl").symlink_to("elsewhere.jsonl")
     file = write_export(Path("log.jsonl"), entry(1))
     with raises_error(code):
-        import_feedback(NAME, [file], Path(out), quiet=True)
+        import_feedback(NAME, [file], Path(out))
 
 
 def test_a_second_import_at_the_same_time_is_refused() -> None:
@@ -621,7 +621,7 @@ def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sources.SOURCES, "other", other)
     do_import(entry(1))
     files = [write_export(Path("other.jsonl"), entry(1, False, at=5000), EVERY_KIND[3])]
-    summary = import_feedback("other", files, OUT, quiet=True)
+    summary = import_feedback("other", files, OUT)
     assert (summary.counts.new, summary.total) == (2, 3)
     assert {file.path: file.rows for file in summary.files} == {
         "feedback.jsonl": 2,

@@ -110,7 +110,7 @@ TOOLS = {"gradio": gradio, "librechat": librechat, "langsmith": langsmith}
 
 
 def do_import(tool: str, *votes: str) -> ImportSummary:
-    return import_feedback(tool, TOOLS[tool](list(votes)), OUT, quiet=True)
+    return import_feedback(tool, TOOLS[tool](list(votes)), OUT)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -158,16 +158,16 @@ def test_a_thumb_that_a_custom_flag_replaced_is_dropped() -> None:
 
 def test_a_message_of_librechat_without_the_field_withdraws_nothing() -> None:
     (file,) = librechat(["Like"])
-    import_feedback("librechat", [file], OUT, quiet=True)
+    import_feedback("librechat", [file], OUT)
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     del rows[1]["feedback"]
     other = rows[1] | {"messageId": "m3", "feedback": {"rating": "thumbsDown"}}
-    import_feedback("librechat", [write_lines(file, [*rows, other])], OUT, quiet=True)
+    import_feedback("librechat", [write_lines(file, [*rows, other])], OUT)
     assert labels() == [True, False]
 
 
 def test_an_empty_cell_of_librechats_csv_withdraws_nothing() -> None:
-    import_feedback("librechat", librechat(["Like"]), OUT, quiet=True)
+    import_feedback("librechat", librechat(["Like"]), OUT)
     columns = ["messageId", "parentMessageId", "conversationId", "isCreatedByUser", "text"]
     rows = [
         ["m1", "", "c1", "true", "Capital of France?", ""],
@@ -176,7 +176,7 @@ def test_an_empty_cell_of_librechats_csv_withdraws_nothing() -> None:
     with open("messages.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([[*columns, "feedback"], *rows])
     with raises_error("nothing-imported"):
-        import_feedback("librechat", ["messages.csv"], OUT, quiet=True)
+        import_feedback("librechat", ["messages.csv"], OUT)
     assert labels() == [True]
 
 
@@ -189,7 +189,7 @@ def test_of_two_exports_in_one_import_the_later_state_counts() -> None:
     Path("other.jsonl").write_text(text.replace('"c1"', '"c2"'))
     librechat(["Like", ""])
     files = ["older.jsonl", newer, "other.jsonl"]
-    summary = import_feedback("librechat", files, OUT, quiet=True)
+    summary = import_feedback("librechat", files, OUT)
     assert (summary.total, labels()) == (1, [True])
 
 
@@ -198,7 +198,7 @@ def test_of_two_exports_in_one_import_the_later_state_counts() -> None:
 
 def import_log(*entries: dict[str, Any], **options: Any) -> ImportSummary:
     file = write_export(Path("log.jsonl"), *entries)
-    return import_feedback(NAME, [file], OUT, quiet=True, **options)
+    return import_feedback(NAME, [file], OUT, **options)
 
 
 def test_a_complete_export_drops_the_votes_that_it_does_not_have() -> None:
@@ -259,7 +259,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def pull_all(**options: Any) -> ImportSummary:
-    return import_feedback("open-webui", [], OUT, url=URL, quiet=True, **options)
+    return import_feedback("open-webui", [], OUT, url=URL, **options)
 
 
 def test_a_vote_that_was_deleted_from_open_webui_is_dropped(server: list[dict[str, Any]]) -> None:
@@ -283,7 +283,7 @@ def test_votes_from_elsewhere_stay_unless_the_server_is_said_to_have_all(
     server: list[dict[str, Any]],
 ) -> None:
     path = write_lines("export.jsonl", [open_webui_row(7, 1)])
-    import_feedback("open-webui", [path], OUT, quiet=True)
+    import_feedback("open-webui", [path], OUT)
     server.append(open_webui_row(1, -1))
     pull_all()
     assert sorted(labels()) == [False, True]

@@ -53,7 +53,7 @@ def run(
 ) -> tuple[Tally, list[int]]:
     """The outcomes, and the items that were computed."""
     squares = Squares()
-    with RowJob(out, [], window=3, lines_per_item=2, quiet=True, **options) as job:
+    with RowJob(out, [], window=3, lines_per_item=2, **options) as job:
         job.check_facts({"seed": seed})
         return job.run(squares, items, len(items), "squaring", ABOUT), squares.computed
 
@@ -118,7 +118,7 @@ def test_a_batch_may_have_several_windows(tmp_path: Path) -> None:
             sizes.append(len(batch))
             return super().compute(batch, advance)
 
-    with RowJob(tmp_path / "out.jsonl", [], window=3, lines_per_item=2, quiet=True) as job:
+    with RowJob(tmp_path / "out.jsonl", [], window=3, lines_per_item=2) as job:
         job.run(Watched(), ITEMS, len(ITEMS), "squaring", ABOUT, batch_size=6)
     assert sizes == [6, 5]
     run(tmp_path / "other.jsonl")
@@ -134,7 +134,7 @@ def slow() -> None:
             time.sleep(0.02)
             return super().compute(batch, advance)
 
-    with RowJob(Path("out.jsonl"), [], window=3, lines_per_item=2, quiet=True) as job:
+    with RowJob(Path("out.jsonl"), [], window=3, lines_per_item=2) as job:
         job.check_facts({"seed": 0})
         job.run(Slow(), range(900), 900, "squaring", ABOUT)
 

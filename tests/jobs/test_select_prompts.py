@@ -22,7 +22,7 @@ __all__ = ["place"]
 def select(files: list[str], num: int = 100, **options: Any) -> tuple[Selection, list[Any]]:
     out = Path("next.jsonl")
     rated = options.pop("rated", "rated.jsonl")
-    result = select_prompts(files, [rated], "model", out, num=num, quiet=True, **options)
+    result = select_prompts(files, [rated], "model", out, num=num, **options)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     out.unlink()
     return result, rows

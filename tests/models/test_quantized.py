@@ -276,7 +276,7 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
         recipe(place, tmp_path, "dpo", data={"eval": [{"path": str(tmp_path / "dpo.jsonl")}]}),
         quiet=True,
     )
-    result = restore(tmp_path / "run", quiet=True)
+    result = restore(tmp_path / "run")
     assert result.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
     result.model_writer.write(tmp_path / "adapter", "adapter")
     put_on = PeftModel.from_pretrained(loaded(place), str(tmp_path / "adapter"))

@@ -282,7 +282,7 @@ def test_elsewhere_it_is_plain_lines() -> None:
 def test_quiet_prints_nothing() -> None:
     console = terminal()
     with (
-        board_of(console, quiet=True) as board,
+        board_of(console) as board,
         Progress(console, "evaluating (eval)", 2, quiet=True),
     ):
         board.record(RECORD)

@@ -36,7 +36,7 @@ def audited(file: Path, rows: Rows | None = None, **options: Any) -> RowAudit:
     """The audit of some rows, which are written to a file before."""
     if rows is not None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return audit_rows([str(file)], quiet=True, **options)
+    return audit_rows([str(file)], **options)
 
 
 def choices(review: LabelReview) -> list[Choice | None]:

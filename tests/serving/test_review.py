@@ -104,9 +104,7 @@ def test_large_groups_are_several_cases_with_both_labels(tmp_path: Path) -> None
 @pytest.mark.usefixtures("chat_log")
 def test_raters_who_disagree_are_shown(place: Path) -> None:
     votes = [entry(n, n != 2, message="m1", question="q", answer="a") for n in (1, 2, 3)]
-    import_feedback(
-        "chat_log", [write_export(Path("log.jsonl"), *votes)], Path("feedback.jsonl"), quiet=True
-    )
+    import_feedback("chat_log", [write_export(Path("log.jsonl"), *votes)], Path("feedback.jsonl"))
     review = LabelReview(audited(Path("feedback.jsonl")), Path("reviewed.jsonl"))
     (reason,) = review.suspicions[0]
     assert (reason.reason, "2 up, 1 down" in reason.text) == ("raters", True)
@@ -339,7 +337,7 @@ def test_tables_with_other_columns_are_reviewed_and_read_with_the_same_keys(
     file, out = tmp_path / "rows.csv", tmp_path / "reviewed.jsonl"
     file.write_text('question,answer,verdict,meta\nq,a,yes,\nq,a,no,"{""rater"": ""x""}"\n')
     keys = {"prompt": "question", "completion": "answer", "label": "verdict", "info": "meta"}
-    result = audit_rows([json.dumps({"path": str(file), "keys": keys})], quiet=True)
+    result = audit_rows([json.dumps({"path": str(file), "keys": keys})])
     with closing(LabelReview(result, out)) as review:
         review.decide(1, "flip", "anna", version=0)
     assert [row["verdict"] for row in lines(out)] == ["yes", "yes"]
@@ -448,7 +446,7 @@ def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text(json.dumps({"prompt": "q", "completion": "a", "label": True}) + "\n")
     second.write_text(json.dumps({"prompt": "q", "response": "a", "preference": 0}) + "\n")
-    result = audit_rows([str(first), str(second)], quiet=True)
+    result = audit_rows([str(first), str(second)])
     with raises_error("rows-of-two-formats", where=str(second)):
         LabelReview(result, tmp_path / "reviewed.jsonl")
 

@@ -60,7 +60,7 @@ def sample(
 ) -> SampleCounts:
     drawn = {name: options.pop(name) for name in Draws.__dataclass_fields__ if name in options}
     draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
-    return sample_rows(target, Path(out), draws, data=data, quiet=True, **options)
+    return sample_rows(target, Path(out), draws, data=data, **options)
 
 
 def judge(
@@ -69,9 +69,7 @@ def judge(
     data: Sequence[str] = ("answers.jsonl",),
     **options: Any,
 ) -> Tally:
-    return score_by_reward(
-        data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **options
-    )
+    return score_by_reward(data, Path(out), rewards=rewards or ("rewards:short",), **options)
 
 
 def killed(*words: str, out: str, lines: int) -> int:

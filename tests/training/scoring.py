@@ -46,7 +46,7 @@ def read(name: str = "out.jsonl") -> list[dict[str, Any]]:
 
 
 def score(*data: str, target: str = "model", out: str = "out.jsonl", **options: Any) -> Tally:
-    return score_rows(target, data or ALL, Path(out), quiet=True, **options)
+    return score_rows(target, data or ALL, Path(out), **options)
 
 
 def invoke(*words: str) -> None:

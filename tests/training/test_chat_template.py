@@ -105,8 +105,8 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(
     trained = {unit.origin.line: unit for unit in run.prepared.corpora["train"].units}[1]
     assert list(trained.prompt_ids) == wanted
     drawn = Draws(n=1, max_new_tokens=2)
-    sample_rows("run", Path("asked.jsonl"), drawn, questions=["question 0"], quiet=True)
-    sample_rows("run", Path("rows.jsonl"), drawn, data=["pairs.jsonl"], quiet=True)
+    sample_rows("run", Path("asked.jsonl"), drawn, questions=["question 0"])
+    sample_rows("run", Path("rows.jsonl"), drawn, data=["pairs.jsonl"])
     assert [row["prompt_ids"] for row in read("asked.jsonl") + read("rows.jsonl")[:1]] == [
         wanted,
         wanted,
@@ -250,7 +250,6 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
         Path("asked.jsonl"),
         Draws(n=1, max_new_tokens=2),
         questions=["question 0"],
-        quiet=True,
     )
     assert read("asked.jsonl")[0]["prompt_ids"] == on
     code = re.search(r"apply_chat_template\((.*)\)\n", Path("run/model/README.md").read_text())

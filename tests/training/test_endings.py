@@ -93,9 +93,9 @@ def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path
     )
     tiny_tokenizer().save_pretrained(other)
     with raises_error("base-model-changed", where="checkpoint"):
-        restore(run, overrides=[f"model.name={other}"], quiet=True)
+        restore(run, overrides=[f"model.name={other}"])
     with raises_error("model-changed", where="checkpoint"):
-        restore(run, overrides=["model.lora.rank=2"], quiet=True)
+        restore(run, overrides=["model.lora.rank=2"])
 
 
 def test_the_card_of_a_stopped_run_states_it(
@@ -107,7 +107,7 @@ def test_the_card_of_a_stopped_run_states_it(
     with pytest.raises(KeyboardInterrupt):
         valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")
     monkeypatch.undo()
-    run = restore(tmp_path / "run", overrides=["data.train=[]"], quiet=True)
+    run = restore(tmp_path / "run", overrides=["data.train=[]"])
     run.model_writer.write(tmp_path / "out", "merged")
     card = (tmp_path / "out/README.md").read_text()
     assert "valence train mine.yaml" in card

@@ -40,11 +40,11 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
     assert best != 9
     remaining = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert remaining == sorted([f"step-{best}", "step-9"])
-    run = restore(tmp_path / "run", at="best", quiet=True)
+    run = restore(tmp_path / "run", at="best")
     assert run.step == best
     assert run.evaluate().metrics["rewards/margins"] == pytest.approx(margins[best], rel=1e-4)
     with raises_error("checkpoint-not-found", where=str(tmp_path / "run"), fix=f"{best}, 9"):
-        restore(tmp_path / "run", at=5, quiet=True)
+        restore(tmp_path / "run", at=5)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
         "step-2",
         "step-9",
     ]
-    assert restore(tmp_path / "run", at="best", quiet=True).step == 2
+    assert restore(tmp_path / "run", at="best").step == 2
     warned = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
     assert sum(re.findall(r"step (\d+)", warning) == ["4", "2"] for warning in warned) == 1
 
@@ -173,7 +173,7 @@ def test_a_run_that_saves_only_models_cannot_resume(
     with raises_error("checkpoint-without-state", where="checkpoints", fix="fresh=True"):
         train(settings)
     with raises_error("checkpoint-without-state", where="checkpoints"):
-        restore(tmp_path / "run", quiet=True)
+        restore(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_a_finished_run_of_models_alone_is_left_as_it_is(
     train(settings)
     assert records(tmp_path / "run") == done
     with raises_error("checkpoint-without-state", where="checkpoints"):
-        restore(tmp_path / "run", quiet=True)
+        restore(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("inputs", "code", "where"), [

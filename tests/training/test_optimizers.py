@@ -109,7 +109,7 @@ def test_averaged_weights_are_measured_sampled_saved_and_exported(
         wanted = _logps(run)
     assert torch.equal(_logps(run), trained)
     assert (wanted - trained).abs().max() > 1e-3
-    restored = restore(tmp_path / "run", quiet=True)
+    restored = restore(tmp_path / "run")
     assert torch.equal(_logps(restored), wanted)
     held_out = run.evaluate().metrics["loss"]
     assert held_out == restored.evaluate().metrics["loss"] == run.evaluations[9]["loss"]
@@ -326,6 +326,6 @@ def test_a_run_folder_imports_no_optimizer(folder: Path, tmp_path: Path) -> None
     valence.train(source, quiet=True)
     (tmp_path / "users_optimizers.py").write_text("raise SystemExit('imported')")
     sys.modules.pop("users_optimizers", None)
-    run = restore(tmp_path / "run", quiet=True)
+    run = restore(tmp_path / "run")
     assert run.evaluate().metrics["loss"] > 0
     assert "users_optimizers" not in sys.modules

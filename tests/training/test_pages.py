@@ -94,7 +94,7 @@ def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path)
         row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys()
         for row in result["rows"]
     )
-    run = restore(tmp_path / "run", quiet=True)
+    run = restore(tmp_path / "run")
     rewards = {row["id"]: row["reward"] for row in run.evaluate(name="train").rows}
     for row in result["rows"]:
         assert row["reward"] == pytest.approx(rewards[row["id"]], abs=1e-6)

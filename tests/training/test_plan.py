@@ -168,7 +168,7 @@ def test_the_number_is_written_down_and_kept(
     assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(state_files.load(tmp_path / "run/checkpoints/step-1"))
     assert again.state.budget.at(0, "training") == largest
-    assert restore(tmp_path / "run", quiet=True).state.budget.at(1, "evaluation") == largest
+    assert restore(tmp_path / "run").state.budget.at(1, "evaluation") == largest
     resumed = build_run(recipe, rows=OBJECTS, quiet=True)
     assert resumed.step == 1
     assert resumed.state.budget.at(1, "training") == largest

@@ -175,7 +175,7 @@ def test_a_run_writes_what_each_held_out_row_measured(finished: FinishedRuns) ->
 
 def test_a_restored_run_measures_what_it_measured(finished: FinishedRuns) -> None:
     run = finished("kto", True)
-    again = restore(run.directory, quiet=True)
+    again = restore(run.directory)
     assert again.evaluate().metrics == run.evaluate().metrics
     assert again.evaluate(ROWS[:2]).rows == run.evaluate(ROWS[:2]).rows
 

@@ -76,7 +76,7 @@ def test_run_json_does_not_override_a_checkpoint(
 ) -> None:
     """Neither damaged nor with a checksum that fits what it says."""
     shared_runs.copy(tmp_path / "whole")
-    full = restore(tmp_path / "whole/run", quiet=True)
+    full = restore(tmp_path / "whole/run")
     settings = shared_runs.copy(tmp_path, killed_at=6)
     facts = facts_of(tmp_path / "run")
     ((_, _, tokens),) = facts["micro_batch_tokens"]
@@ -181,7 +181,7 @@ def test_a_recipe_that_was_changed_on_purpose_is_read_without_its_last_line(fini
     with raises_error("recipe-damaged", where=str(config)):
         config_of(finished)
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
-    assert restore(finished, quiet=True).recipe.run.log_every == 4
+    assert restore(finished).recipe.run.log_every == 4
 
 
 @pytest.mark.parametrize("name", ["run.json", "audit.json"])
@@ -193,7 +193,7 @@ def test_facts_that_have_changed_are_not_written_into_a_model_card(
         re.sub(r"(\d)", lambda digit: str((int(digit[1]) + 1) % 10), path.read_text(), count=1)
     )
     with raises_error("file-damaged", where=str(path)):
-        restore(finished, quiet=True)
+        restore(finished)
 
 
 def test_a_place_that_has_changed_is_not_gone_to(finished: Path) -> None:

@@ -321,10 +321,7 @@ def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
     assert len(rows) == 14
     assert max(len(row["completion_ids"]) for row in rows) == 3
     assert rows[0]["sampled"]["temperature"] == 0.5
-    assert (
-        module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws(), quiet=True).earlier
-        == 14
-    )
+    assert module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws()).earlier == 14
 
 
 REWARDED = (

@@ -166,7 +166,7 @@ def test_a_run_has_a_separate_cache(place: Path) -> None:
     assert list(Path("runs/1/reference").rglob("*.index"))
     assert train("dpo.yaml", "runs/2", "train.epochs=1").reference.misses == 2 * COUNT
     before = {path: path.stat().st_size for path in Path("runs/1/reference").rglob("*")}
-    again = restore(Path("runs/1"), quiet=True)
+    again = restore(Path("runs/1"))
     assert again.evaluate().metrics == run.evaluate().metrics
     again.evaluate([PAIRS[0] | {"chosen": "something new"}])
     assert again.reference.hits > 0  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ def test_a_run_whose_rows_were_scored_runs_no_reference(
     method: str, remaining: str, place: Path, request: pytest.FixtureRequest
 ) -> None:
     settings = (f"reference.cache={remaining}", f"data.test={method}.jsonl")
-    cached = score(f"{method}.yaml", [*settings, "run.dir=runs/1"], verify=6, quiet=True)
+    cached = score(f"{method}.yaml", [*settings, "run.dir=runs/1"], verify=6)
     assert cached.misses >= COUNT
     assert Path("runs/1").exists() == (remaining == "auto")
     request.getfixturevalue("forbidden")
@@ -217,7 +217,7 @@ def test_training_rows_that_are_measured_afterwards_are_scored_too(
 ) -> None:
     """kto puts other answers behind the prompts of these few."""
     settings = ("reference.cache=kept", "eval.train_examples=7", "train.epochs=1", "run.dir=runs/1")
-    score("kto.yaml", settings, quiet=True)
+    score("kto.yaml", settings)
     request.getfixturevalue("forbidden")
     assert train("kto.yaml", "runs/1", *settings).reference.misses == 0
     assert Path("runs/1/eval/train.json").is_file()
@@ -227,13 +227,13 @@ def test_training_rows_that_are_measured_afterwards_are_scored_too(
 def test_scoring_leaves_out_training_rows_that_cannot_be_measured(place: Path) -> None:
     """One thumb alone has no mismatched answer."""
     settings = ("reference.cache=kept", "eval.train_examples=1", "train.epochs=1", "run.dir=runs/1")
-    score("kto.yaml", settings, quiet=True)
+    score("kto.yaml", settings)
     assert train("kto.yaml", "runs/1", *settings).reference.misses == 0
 
 
 def shared(group: Group, place: Path, settings: Sequence[str]) -> int:
     os.chdir(place)
-    return score("kto.yaml", settings, group=group, quiet=True).misses
+    return score("kto.yaml", settings, group=group).misses
 
 
 @pytest.mark.dist
@@ -241,18 +241,16 @@ def shared(group: Group, place: Path, settings: Sequence[str]) -> int:
 def test_two_processes_share_the_work(place: Path) -> None:
     """Together they score everything, and nothing twice."""
     settings = ("reference.cache=kept", "train.micro_batch_tokens=60")
-    full = score("kto.yaml", ["reference.cache=alone", settings[1]], quiet=True).misses
+    full = score("kto.yaml", ["reference.cache=alone", settings[1]]).misses
     ranks = run_in_processes(shared, 2, place, settings, deadline=60.0)
     assert [(rank.error, rank.value) for rank in ranks] == [("", full)] * 2
-    assert score("kto.yaml", settings, quiet=True).misses == 0
+    assert score("kto.yaml", settings).misses == 0
 
 
 def test_stopped_scoring_resumes_at_its_position(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = score(
-        "kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True
-    ).misses
+    full = score("kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"]).misses
     computed: list[int] = []
     compute = FrozenReference.__call__
 
@@ -265,10 +263,10 @@ def test_stopped_scoring_resumes_at_its_position(
     monkeypatch.setattr(FrozenReference, "__call__", stopping)
     settings = ["reference.cache=kept", "train.micro_batch_tokens=60"]
     with pytest.raises(KeyboardInterrupt):
-        score("kto.yaml", settings, quiet=True)
+        score("kto.yaml", settings)
     monkeypatch.undo()
     monkeypatch.chdir(place)
-    assert score("kto.yaml", settings, quiet=True).misses == full - sum(computed)
+    assert score("kto.yaml", settings).misses == full - sum(computed)
 
 
 @pytest.mark.slow
@@ -283,12 +281,12 @@ def test_the_command_survives_being_killed(place: Path) -> None:
     assert Program(*words, "train.epochs=2", "--verify", "4", output="said").wait() == 0
     message = Path("said").read_text()
     assert re.search(r"\b4 sequences", message)  # what --verify asked for
-    cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)
+    cached = score("kto.yaml", ["reference.cache=kept"])
     assert (cached.misses, cached.store.damaged) == (0, 0)
 
 
 def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    score("dpo.yaml", ["reference.cache=kept"], quiet=True)
+    score("dpo.yaml", ["reference.cache=kept"])
     compute = FrozenReference.__call__
     monkeypatch.setattr(
         FrozenReference,
@@ -296,12 +294,12 @@ def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.Monkey
         lambda self, batch: compute(self, batch) + 0.1 * batch.loss_mask,
     )
     with raises_error("reference-cache-stale", where="reference.cache: kept"):
-        score("dpo.yaml", ["reference.cache=kept"], quiet=True, verify=4)
+        score("dpo.yaml", ["reference.cache=kept"], verify=4)
 
 
 def test_a_cache_of_others_is_mentioned(place: Path) -> None:
     settings = ("reference.cache=kept", "train.epochs=1")
-    score("dpo.yaml", [*settings, "reference.model=./other"], quiet=True)
+    score("dpo.yaml", [*settings, "reference.model=./other"])
     train("dpo.yaml", "runs/1", *settings)
     notes = json.loads(Path("runs/1/run.json").read_text())["notes"]
     words = [set(re.findall(r"[\w./]+", note)) for note in notes]
@@ -323,7 +321,7 @@ def test_a_recipe_without_a_cache_is_refused(
     place: Path,
 ) -> None:
     with raises_error(code, where=where):
-        score(recipe, settings, quiet=True)
+        score(recipe, settings)
 
 
 def test_a_loss_without_a_reference_loads_none(
@@ -346,6 +344,6 @@ def test_a_loss_without_a_reference_loads_none(
 
 def test_passes_are_what_a_run_asks_for(place: Path) -> None:
     """Neither more nor less than the run's own keys, so that scoring computes nothing in vain."""
-    scored = score("kto.yaml", ["reference.cache=scored"], quiet=True)
+    scored = score("kto.yaml", ["reference.cache=scored"])
     run = train("kto.yaml", "runs/1", "reference.cache=trained")
     assert len(scored.store) == len(run.reference.store) > COUNT

@@ -67,7 +67,7 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
         run = valence.train(there, quiet=True)
         assert run.policy.device == CUDA
         assert sum(line.startswith("step.py:optimizer_step:") for line in waits) == run.step
-        assert restore(tmp_path / "there", quiet=True).policy.device == CUDA
+        assert restore(tmp_path / "there").policy.device == CUDA
     result, wanted = (recipes.logged(tmp_path, name) for name in ("there", "run"))
     assert [row.keys() for row in result] == [row.keys() for row in wanted]
     for row, other in zip(result, wanted, strict=True):

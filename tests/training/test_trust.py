@@ -109,10 +109,10 @@ def test_only_rewards_that_are_code_or_servers_need_the_flag(online_run: Path) -
     ):
         change(online_run, reward=[{"reward": reward}])
         with raises_error(code, where="config.yaml", fix="--trust-reward") as raised:
-            restore(online_run, quiet=True, rewards=True)
+            restore(online_run, rewards=True)
         assert reward in raised.error.message
     change(online_run, reward=[{"reward": "length"}])
-    assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
+    assert restore(online_run, rewards=True).evaluate().metrics
 
 
 def test_evaluating_a_run_starts_no_program_that_its_folder_names(online_run: Path) -> None:
@@ -124,7 +124,7 @@ def test_evaluating_a_run_starts_no_program_that_its_folder_names(online_run: Pa
         reward=[{"reward": "length"}],
         rollout={"engine": "vllm", "start": True, "python": str(program)},
     )
-    assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
+    assert restore(online_run, rewards=True).evaluate().metrics
     assert not Path("mark").exists()
 
 

@@ -18,11 +18,12 @@ from valence.cli.common import (
     allow_remote_code,
     app,
     console,
+    json_console,
     require_server_libraries,
     stoppable,
 )
 from valence.errors import UserError
-from valence.terminal import Terminal, escape_control, json_line, print_message, write_line
+from valence.terminal import escape_control, json_line, print_message, write_line
 
 
 @app.command()
@@ -86,7 +87,7 @@ def audit(
 
     With --review, a web page shows the suspicious rows, and you keep, flip or drop each of them.
     """
-    terminal = Terminal(stderr=True) if as_json else console
+    terminal = json_console() if as_json else console
     allowed = allow_remote_code(trust_remote_code, None)
     if review:
         if as_json:
@@ -244,7 +245,7 @@ def select(
     With unlabelled answers, prompts come first if a classifier is least sure about their answers.
     With prompts alone, those come first that are least similar to the labelled prompts.
     """
-    terminal = Terminal(stderr=True) if as_json else console
+    terminal = json_console() if as_json else console
     try:
         with stoppable("stopped; nothing was written"):
             from valence.apps.feedback.audit_summary import print_selection

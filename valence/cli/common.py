@@ -19,7 +19,7 @@ from rich.table import Table
 from valence.cli import complete
 from valence.cli.guide import HELP
 from valence.errors import UserError, install_command
-from valence.terminal import Terminal, print_message
+from valence.terminal import Terminal, print_warning
 
 if TYPE_CHECKING:
     from valence.data.load import DataFile
@@ -82,10 +82,22 @@ Fresh = Annotated[
     bool,
     typer.Option("--fresh", help="Rename the folder of an earlier run, and start over."),
 ]
+
+
+def _set_quiet(is_set: bool) -> bool:
+    console.warnings_only = is_set
+    return is_set
+
+
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", help="Print only errors and warnings, on standard error."),
+    typer.Option(
+        "--quiet",
+        callback=_set_quiet,
+        help="Print only errors and warnings, on standard error.",
+    ),
 ]
+"""Sets the console."""
 AsJson = Annotated[
     bool,
     typer.Option(
@@ -135,6 +147,11 @@ Nproc = Annotated[
         metavar="N",
     ),
 ]
+
+
+def json_console() -> Terminal:
+    """The console of a command whose standard output is JSON."""
+    return Terminal(stderr=True, warnings_only=console.warnings_only)
 
 
 def data_file(argument: str) -> DataFile:
@@ -212,7 +229,7 @@ def stoppable(
     try:
         yield
     except KeyboardInterrupt as stopped:
-        print_message(console, message, "yellow")
+        print_warning(console, message)
         raise typer.Exit(status_of(stopped)) from None
 
 

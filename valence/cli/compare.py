@@ -21,6 +21,7 @@ from valence.cli.common import (
     checkpoint_of,
     command_line,
     console,
+    json_console,
     stoppable,
 )
 from valence.cli.models import AtOnce
@@ -259,7 +260,7 @@ def compare(
     With --at-least, the exit status is a release gate. `--step` is the checkpoint of the baseline.
     To compare training metrics instead, use `valence report RUN RUN`.
     """
-    terminal = Terminal(stderr=True) if as_json else console
+    terminal = json_console() if as_json else console
     try:
         with stoppable():
             from valence.apps.compare.compare_models import compare_models
@@ -308,7 +309,6 @@ def compare(
                 at=checkpoint_of(step),
                 fresh=fresh,
                 console=terminal,
-                quiet=quiet,
                 command=command_line(),
             )
     except UserError as error:
@@ -321,9 +321,9 @@ def compare(
         gate = {"at_least": at_least, "max_broken": max_broken, "passed": not failures}
         shown = {name: value for name, value in gate.items() if value is not None and has_gate}
         write_line(json_line({"status": "done", **result.to_dict(), **shown}))
-    elif not quiet:
+    else:
         _print_comparison(result, terminal)
-    if has_gate and not (quiet or as_json):
+    if has_gate and not as_json:
         state = f"failed: {'; '.join(failures)}" if failures else "passed"
         print_message(terminal, f"release gate {state}", "red" if failures else "")
     if failures:

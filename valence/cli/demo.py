@@ -28,6 +28,5 @@ def demo(
     from valence.shipped import write_demo
 
     recipe = write_demo(out)
-    if not quiet:
-        print_message(console, f"The answers are in {out}. Running: valence train {recipe}")
+    print_message(console, f"The answers are in {out}. Running: valence train {recipe}")
     train(recipe, overrides, quiet=quiet)

@@ -24,6 +24,7 @@ from valence.cli.common import (
     allow_remote_code,
     app,
     console,
+    json_console,
     processes,
 )
 from valence.cli.models import open_run_or_recipe
@@ -113,7 +114,7 @@ def export(
     through it and through the run. Exit status 3: a file answers differently; the table shows which
     file and why.
     """
-    messages = Terminal(stderr=True) if as_json else console
+    messages = json_console() if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))
     _check_options(adapter, types, push, dry_run, verify_only, verify, vllm)
     with processes(nproc) as group, ExitStack() as stack:

@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 
 from valence.cli import complete
-from valence.cli.common import app, console, stoppable
+from valence.cli.common import Quiet, app, console, json_console, stoppable
 from valence.errors import UserError
-from valence.terminal import Terminal, json_line, write_line
+from valence.terminal import json_line, write_line
 
 CATEGORIES = {"up": True, "down": False}
 
@@ -113,7 +113,7 @@ def import_(
     list_sources: Annotated[
         bool, typer.Option("--list", help="List the supported tools and exit.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print only errors.")] = False,
+    quiet: Quiet = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -153,7 +153,7 @@ def import_(
         includes_machine=include_machine,
         keeps_reasoning=keep_reasoning,
     )
-    terminal = Terminal(stderr=True) if as_json else console
+    terminal = json_console() if as_json else console
     try:
         with stoppable("stopped; rerun the same command to repeat the import"):
             summary = import_feedback(
@@ -168,7 +168,6 @@ def import_(
                 is_complete=complete,
                 overwrite=overwrite,
                 console=terminal,
-                quiet=quiet,
             )
     except UserError as error:
         if as_json:
@@ -176,7 +175,7 @@ def import_(
         raise
     if as_json:
         write_line(json_line({"status": "done", **summary.to_dict()}))
-    elif not quiet:
+    else:
         print_summary(summary, terminal)
 
 

@@ -13,6 +13,7 @@ from valence.cli import complete
 from valence.cli.common import (
     ModelOverrides,
     Nproc,
+    Quiet,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -26,7 +27,7 @@ from valence.cli.common import (
 from valence.errors import UserError
 from valence.files import check_path
 from valence.storage import writing
-from valence.terminal import print_message
+from valence.terminal import Terminal, print_message
 from valence.types import Chat, Message
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def sample(
         bool, typer.Option("--fresh", help="Rename an existing --out file, and start over.")
     ] = False,
     step: Step = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="With --out, print only errors.")] = False,
+    quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
@@ -227,16 +228,17 @@ def sample(
 
         draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
         if out:
-            files = {"fresh": fresh, "append": append, "quiet": quiet, "command": command_line()}
+            files = {"fresh": fresh, "append": append, "command": command_line()}
             sample_rows(target, out, draws, **request, **files, console=console, group=group)
         else:
+            terminal = Terminal(quiet=console.quiet)  # answers are printed with --quiet, too
             for text, answer in answers(target, draws, **request, console=console, group=group):
-                print_message(console, f"> {text}", "bold")
-                print_message(console, answer.text)
+                print_message(terminal, f"> {text}", "bold")
+                print_message(terminal, answer.text)
                 if answer.stop == "length":
                     note = f"(truncated at {len(answer.tokens)} tokens; raise --max-new-tokens)"
-                    print_message(console, note, "dim")
-                print_message(console, "")
+                    print_message(terminal, note, "dim")
+                print_message(terminal, "")
 
 
 def _questions(prompts: list[str], system: str | None) -> list[str | Chat]:

@@ -33,7 +33,7 @@ from valence.cli.common import (
 )
 from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
-from valence.terminal import print_message
+from valence.terminal import print_message, print_warning
 
 if TYPE_CHECKING:
     from valence.config.load import LoadedRecipe
@@ -80,7 +80,7 @@ def train(
         _check_recipe(recipe, settings, as_json)
     with processes(nproc) as group:
         os.chdir(folder)
-        _train(recipe, settings, as_json, fresh=fresh, allow=allow or [], quiet=quiet, group=group)
+        _train(recipe, settings, as_json, fresh=fresh, allow=allow or [], group=group)
 
 
 def _recipe_of(target: Path, overrides: list[str], fresh: bool) -> tuple[Path, list[str], Path]:
@@ -138,13 +138,13 @@ def _train(recipe: Path, overrides: list[str], as_json: bool, **options: Any) ->
                 **options,
             )
         except KeyboardInterrupt as stopped:
-            print_message(console, _stop_message(stopped), "yellow")
+            print_warning(console, _stop_message(stopped))
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(
                 status_of(stopped)
             ) from None  # typer would exit with 130 for every KeyboardInterrupt
-        for line in () if options["quiet"] else outputs(folder):
+        for line in outputs(folder):
             print_message(console, line)
         if stream:
             stream.done(folder)
@@ -309,10 +309,7 @@ def score(
             help="After filling a reference cache: compute N sequences again, and compare them.",
         ),
     ] = 0,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", help="Print only errors and failed rows, on standard error."),
-    ] = False,
+    quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
@@ -327,7 +324,7 @@ def score(
         {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     )
     all_overrides = [*overrides, *settings]
-    options = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
+    options = {"format": format, "fresh": fresh, "console": console}
     model_options = {
         "reference": reference,
         "beta": beta,
@@ -392,7 +389,6 @@ def score(
                 overrides,
                 verify=verify,
                 console=console,
-                quiet=quiet,
                 command=command_line(),
                 group=group,
             )

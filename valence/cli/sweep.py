@@ -15,7 +15,7 @@ from valence.cli import complete
 from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console
 from valence.cli.stream import must_be_open, stdout_to_stderr
 from valence.errors import UserError
-from valence.terminal import json_line, print_message, warn_on_stderr, write_line
+from valence.terminal import json_line, print_message, print_warning, write_line
 
 if TYPE_CHECKING:
     from valence.apps.sweep.state import SweepState, Trial
@@ -161,7 +161,7 @@ def sweep(
         "has_baseline": baseline,
         "command": command_line(),
     }
-    options = {"nproc": nproc, "stops_early": stop_early, "quiet": quiet}
+    options = {"nproc": nproc, "stops_early": stop_early}
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
         _check_options(search, trials)
         if not over and (error := missing_over(overrides or [])):
@@ -246,18 +246,17 @@ def _sweep(
     )
     failed = state.results["failed"]
     status = stopped.status if stopped else MISTAKE if failed else 0
-    if not options["quiet"]:
-        console.print(terminal_table(state))
-        for line in conclusions_of(state):
-            print_message(console, line)
-        print_message(console, f"report  {out / 'sweep.html'}")
+    console.print(terminal_table(state))
+    for line in conclusions_of(state):
+        print_message(console, line)
+    print_message(console, f"report  {out / 'sweep.html'}")
     for trial in failed:
-        warn_on_stderr(console, f"failed: {trial['trial']}: {trial['reason']}")
+        print_warning(console, f"failed: {trial['trial']}: {trial['reason']}")
     if stopped:
         done = sum(trial.state == "done" for trial in state.included)
         message = f"{stopped.reason}: {done} of {len(state.included)} trials are done; rerun the "
-        print_message(console, f"{message}same command to resume", "yellow")
-    elif failed and not options["quiet"]:
+        print_warning(console, f"{message}same command to resume")
+    elif failed:
         message = f"{len(failed)} trials failed; rerun the same command to try them again"
         print_message(console, message, "yellow")
     if stream:

@@ -59,7 +59,6 @@ def score_by_reward(
     format: str | None = None,
     fresh: bool = False,
     console: Console | None = None,
-    quiet: bool = False,
     group: Group | None = None,
 ) -> Tally:
     """Write every row of these files with the reward of its completion as ``score`` (and its
@@ -81,9 +80,7 @@ def score_by_reward(
         "eval"
     )
     paths = [s.path for s in sources]
-    with RowJob(
-        out, paths, window=WINDOW, fresh=fresh, console=console, quiet=quiet, group=group
-    ) as job:
+    with RowJob(out, paths, window=WINDOW, fresh=fresh, console=console, group=group) as job:
         job.check_facts(
             {
                 "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],

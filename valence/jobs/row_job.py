@@ -39,7 +39,7 @@ from valence.storage import (
     verify,
     writing,
 )
-from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.terminal import Terminal, print_message, print_warning, prints_only_warnings
 from valence.training.signals import Stop
 from valence.version import __version__
 
@@ -139,15 +139,10 @@ class RowJob:
         append: Collection[str] | None = None,
         fix: str = START_OVER,
         console: Console | None = None,
-        quiet: bool = False,
         group: Group | None = None,
     ) -> None:
         self.out, self.window, self.lines_per_item = out, window, lines_per_item
-        self.console, self.quiet, self.group = (
-            console or Terminal(),
-            quiet,
-            group or SingleProcess(),
-        )
+        self.console, self.group = console or Terminal(), group or SingleProcess()
         refuse_inputs([out], inputs)
         self.output: OutputFile | None = None
         if self.group.rank == 0:
@@ -168,8 +163,7 @@ class RowJob:
         self._signals.__exit__(kind, error, trace)
 
     def print_status(self, message: str) -> None:
-        if not self.quiet:
-            print_message(self.console, message)
+        print_message(self.console, message)
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts that all lines depend on. Raises UserError if existing lines were written with
@@ -211,9 +205,7 @@ class RowJob:
             tally = self._skip_written(transform, items)
             if self.output:
                 self.output.truncate({**about, "valence": __version__})
-            with Progress(
-                self.console, phase, num_lines, start=tally.rows, quiet=self.quiet
-            ) as bar:
+            with Progress(self.console, phase, num_lines, start=tally.rows) as bar:
                 while batch := list(islice(items, batch_size or self.window)):
                     self._write_batch(transform, batch, tally, bar)
         return tally
@@ -261,7 +253,7 @@ class RowJob:
         bar.update(tally.rows, tokens=transform.num_tokens)
 
     def report_scores(self, tally: Tally) -> None:
-        """Print how many rows were scored; if ``quiet``, only failures, on standard error.
+        """Print how many rows were scored, and which failed.
 
         Raises UserError when no row was scored.
         """
@@ -284,8 +276,8 @@ class RowJob:
             errors = [*(f"  {error}" for error in tally.first), *ellipsis]
             verb = "has" if tally.failed == 1 else "have"
             failures = "\n".join([f"{tally.failed:,} {verb} an error instead:", *errors])
-            if self.quiet:
-                warn_on_stderr(self.console, f"{self.out}: of {tally.rows:,} rows {failures}")
+            if prints_only_warnings(self.console):
+                print_warning(self.console, f"{self.out}: of {tally.rows:,} rows {failures}")
             else:
                 print_message(self.console, failures)
 

@@ -118,7 +118,6 @@ def sample_rows(
     fresh: bool = False,
     append: bool = False,
     console: Console | None = None,
-    quiet: bool = False,
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
     store_immediately: bool = False,
@@ -153,7 +152,6 @@ def sample_rows(
         append=MODEL_FACTS if append else None,
         fix=fix or (START_OVER if append else DIFFERENT_DRAWS),
         console=console,
-        quiet=quiet,
         group=group,
     ) as job:
         files = [

@@ -52,7 +52,6 @@ def score_rows(
     column: str = COLUMN,
     fresh: bool = False,
     console: Console | None = None,
-    quiet: bool = False,
     group: Group | None = None,
 ) -> Tally:
     """Write every row of these files with a model's scores of its completions, as JSON Lines in
@@ -70,9 +69,7 @@ def score_rows(
     source = with_files(target, data, overrides, format=format)
     sources = source.recipe.data.files("eval")
     paths = [s.path for s in sources]
-    with RowJob(
-        out, paths, window=WINDOW, fresh=fresh, console=console, quiet=quiet, group=group
-    ) as job:
+    with RowJob(out, paths, window=WINDOW, fresh=fresh, console=console, group=group) as job:
         num_rows, digest = _check_rows(sources, column)
         source = without_rows(source)
         encoder = prepare(source, rewards=False).encoder

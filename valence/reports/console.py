@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from valence.reports.formatting import duration, number, rate, visible
-from valence.terminal import print_message
+from valence.terminal import print_message, prints_only_warnings
 
 STATUS_METRICS = {"loss": "loss", "reward/mean": "reward", "rewards/margins": "margin", "kl": "kl"}
 """Metrics shown next to a bar, with their titles."""
@@ -43,7 +43,8 @@ class Progress:
     """Progress of one phase, as a context manager.
 
     On a terminal it is a bar, inside the dashboard if there is one. Elsewhere it prints plain
-    lines: the first, the last, and at most one every ``every`` seconds. Nothing with ``quiet``.
+    lines: the first, the last, and at most one every ``every`` seconds. Nothing with
+    ``quiet``, or on a console that prints only warnings.
 
     start: the amount done before, by a resumed run. brief: no line for a phase that ends within
     ``every`` seconds. Rate and time left are measured over the latest updates without the time
@@ -62,7 +63,8 @@ class Progress:
         brief: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self.name, self._total, self._quiet = console, visible(phase), total, quiet
+        self._console, self.name, self._total = console, visible(phase), total
+        self._quiet = quiet or prints_only_warnings(console)
         self._every, self._clock = every, clock
         self._silent_until = clock() + every if brief else 0.0
         self._paused = 0.0
@@ -266,12 +268,11 @@ class Dashboard(Progress):
         total: int,
         *,
         start: int = 0,
-        quiet: bool = False,
         warnings: Callable[[], Sequence[str]] = tuple,
         every: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(console, phase, total, start=start, quiet=quiet, every=every, clock=clock)
+        super().__init__(console, phase, total, start=start, every=every, clock=clock)
         self._warnings = warnings
         self._history: dict[str, tuple[float, ...]] = {}
         self._phases: tuple[Progress, ...] = ()

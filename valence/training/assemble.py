@@ -51,7 +51,6 @@ def make_trainer(
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[CallbackLike] = (),
     console: Console | None = None,
-    quiet: bool = False,
     stop: Stop | None = None,
     finished: bool = False,
     world: Group | None = None,
@@ -69,7 +68,7 @@ def make_trainer(
     """
     world, console = world or SingleProcess(), console or Terminal()
     group = world.split(*prepared.recipe.parallel.neighbours)[0]  # the processes with other rows
-    messages = Messages(console, quiet, folder)
+    messages = Messages(console, folder)
     jsonl = (
         JsonlSink(folder.path / "metrics.jsonl", messages.warn)
         if folder and folder.writes

@@ -246,9 +246,7 @@ class Collector:
         messages, num_ended = self._messages, 0
         with (
             tally.timing("rollout"),
-            Progress(
-                messages.console, phase, n * len(local), quiet=messages.quiet, brief=True
-            ) as bar,
+            Progress(messages.console, phase, n * len(local), brief=True) as bar,
         ):
 
             def advance(count: int) -> None:
@@ -335,9 +333,7 @@ class Collector:
             total = len(queued.prompts) * self._rollout.num_rollouts
             with (
                 tally.timing("rollout"),
-                Progress(
-                    messages.console, "sampling", total, quiet=messages.quiet, brief=True
-                ) as bar,
+                Progress(messages.console, "sampling", total, brief=True) as bar,
                 self._stop.deferred(),
                 self.engine.phase("sampling"),
                 self._convert_errors(self.engine),
@@ -493,9 +489,7 @@ class Collector:
         messages = self._messages
         with (
             tally.timing("reward"),
-            Progress(
-                messages.console, "judging", len(local), quiet=messages.quiet, brief=True
-            ) as bar,
+            Progress(messages.console, "judging", len(local), brief=True) as bar,
         ):
             if queued is None:
                 local_scores = self._score_local(local, bar)
@@ -671,9 +665,7 @@ class Collector:
         policy = self._state.policy.eval()
         try:
             with (
-                Progress(
-                    messages.console, "measuring", len(units), quiet=messages.quiet, brief=True
-                ) as bar,
+                Progress(messages.console, "measuring", len(units), brief=True) as bar,
                 self._at_sampling_temperature(),
             ):
 

@@ -142,7 +142,7 @@ class StoredExamples:
         )
         done = tokens = 0
         messages = self._messages
-        with Progress(messages.console, phase, len(units), quiet=messages.quiet) as bar:
+        with Progress(messages.console, phase, len(units)) as bar:
 
             def advance(batch: MicroBatch | None) -> None:
                 nonlocal done, tokens

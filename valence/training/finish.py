@@ -242,7 +242,7 @@ def _samples(trainer: Trainer) -> list[dict[str, str]]:
         max_new_tokens=wanted.max_new_tokens,
         seed=trainer.recipe.train.seed,
     )
-    answers = trainer.sample(distinct, sampling, quiet=trainer.messages.quiet)
+    answers = trainer.sample(distinct, sampling, quiet=False)
     shown = [as_text(prompt, trainer.prepared.tokenizer) for prompt in distinct]
     return [
         {"prompt": prompt, "before": answer[0].text}

@@ -38,7 +38,6 @@ def score(
     verify: int = 0,
     group: Group | None = None,
     console: Console | None = None,
-    quiet: bool = False,
     command: str = "valence.score(...)",
 ) -> CachedReference:
     """Fill the reference cache of a recipe; each process of the group computes its share.
@@ -111,7 +110,6 @@ def score(
             cached,
             micro_batch_tokens=planned_tokens(prepared, policy, world),
             console=console,
-            quiet=quiet,
             stop=stop,
             world=world,
         )
@@ -133,7 +131,7 @@ def score(
     lines = [f"{cached.summary}; saved in {cached.folder}"]
     if verify:
         lines.append(_verify(trainer, cached, verify))
-    for line in lines if not quiet else []:
+    for line in lines:
         print_message(console, line)
     return cached
 
@@ -197,7 +195,7 @@ def _fill(trainer: Trainer, cached: CachedReference) -> None:
         for unit in units
     )
     done = tokens = 0
-    with Progress(messages.console, "scoring", total, quiet=messages.quiet) as bar:
+    with Progress(messages.console, "scoring", total) as bar:
         objective = trainer.state.objective
         for units in passes(trainer):
             rounds = objective.rounds(objective.divide(units))

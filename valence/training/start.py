@@ -39,7 +39,7 @@ from valence.models.digest import model_digest
 from valence.reports.trackers import check
 from valence.rewards.build import judge_settings, reward_of
 from valence.targets import with_dtype
-from valence.terminal import Terminal, print_message, warn_on_stderr
+from valence.terminal import Terminal, print_message, print_warning, prints_only_warnings
 from valence.training.assemble import SCORES, make_trainer
 from valence.training.changes import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -126,6 +126,8 @@ def build_run(
     model, reference = stock_model(model, "model"), stock_model(reference, "reference")
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
+    if quiet:
+        console = Terminal(warnings_only=True, quiet=console.quiet)
     in_memory = [name for name, value in in_memory_rows.items() if value is not None]
     source = load_recipe(recipe, overrides, in_memory=in_memory)
     if new_folder and source.settings["run.dir"].is_default:
@@ -157,14 +159,14 @@ def build_run(
             rows=in_memory_rows,
             policy=model,
             training=True,
-            console=None if quiet else console,
+            console=console,
         )
         check_ranks_agree(
             world, lambda: settings_of(prepared), "give all processes the same recipe"
         )
         previous = find_previous_run(folder, prepared, allow) if folder.is_resumed else None
         prepared = previous.prepared if previous else prepared
-        tokens, sharded = _print_plan(prepared, model, previous, console, quiet, world)
+        tokens, sharded = _print_plan(prepared, model, previous, console, world)
         finished = _is_finished(previous, folder, stop, loads_finished)
         if not finished:
             run_on_first_rank(world, partial(check_sinks, source))
@@ -172,9 +174,9 @@ def build_run(
             failing.callback(_record_failure, folder)
             if previous is None:
                 record_start(folder, prepared, command, tokens, None)
-            measure = partial(_measure_judges, prepared, folder, Messages(console, quiet, folder))
+            measure = partial(_measure_judges, prepared, folder, Messages(console, folder))
             run_on_first_rank(world, measure)
-        if not quiet and model is None:
+        if model is None:
             say(f"loading and checking {checked.model.name}")
         policy, frozen = build_models(
             prepared, group=world, model=model, reference=reference, fills=not finished,
@@ -186,7 +188,6 @@ def build_run(
             frozen,
             folder=None if finished else folder,
             console=console,
-            quiet=quiet,
             stop=stop,
             micro_batch_tokens=tokens,
             finished=finished,
@@ -306,7 +307,6 @@ def _print_plan(
     model: nn.Module | None,
     previous: PreviousRun | None,
     console: Console,
-    quiet: bool,
     group: Group,
 ) -> tuple[int, bool | None]:
     """Print the audit and the plan of a run, or how it resumes.
@@ -315,18 +315,17 @@ def _print_plan(
     """
     say = partial(_say, console)
     if crowded := crowding(group.size):
-        say(crowded, style="yellow")
+        print_warning(console, for_interface(crowded))
     if previous:
-        if not quiet:
-            say(previous.summary)
+        say(previous.summary)
         if previous.micro_batch_tokens:
             return previous.micro_batch_tokens, previous.sharded
-    elif quiet:
+    elif prints_only_warnings(console):
         _warn_of_data(prepared, console)
     else:
         show_audit(prepared, console)
     plan = make_plan(prepared, model, group, sharded=previous.sharded if previous else None)
-    for line in describe(plan) if not (quiet or previous) else ():
+    for line in describe(plan) if not previous else ():
         say(line)
     return plan.micro_batch_tokens, plan.split.ways > 1
 
@@ -348,10 +347,10 @@ def show_audit(prepared: Prepared, console: Console) -> None:
 
 
 def _warn_of_data(prepared: Prepared, console: Console) -> None:
-    """Print the audit's warnings on standard error, the only output with ``--quiet``."""
+    """Print the audit's warnings instead of all of it."""
     for name, corpus in prepared.corpora.items():
         where = name if name.startswith("mix") else f"data.{name}"
         for warning in warnings_of(corpus.audit):
-            warn_on_stderr(console, f"{where}: {warning}")
+            print_warning(console, f"{where}: {warning}")
     for warning in filter(None, (class_weight_warning(prepared), held_out_warning(prepared))):
-        warn_on_stderr(console, warning)
+        print_warning(console, warning)

@@ -230,7 +230,7 @@ class Trainer:
         facts = self.model_writer.facts
         bar = Dashboard(
             self.messages.console, "training", self.total_steps, start=self.step,
-            quiet=self.messages.quiet, warnings=lambda: facts.get("warnings", ()),
+            warnings=lambda: facts.get("warnings", ()),
         )  # fmt: skip
         if self._jsonl and self.step:
             bar.recall(self._jsonl.path)

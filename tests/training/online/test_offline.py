@@ -61,11 +61,8 @@ def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(
         tmp_path / "answers.jsonl",
         draws,
         data=[str(tmp_path / "first.jsonl")],
-        quiet=True,
     )
-    score_by_reward(
-        [str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS], quiet=True
-    )
+    score_by_reward([str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS])
     again, _ = train(offline)
     ours, theirs = logged(tmp_path)[0], logged(tmp_path, "offline")[0]
     assert ours["grad_norm"] > 1e-3

@@ -191,7 +191,6 @@ def compare_models(
     at: At = None,
     fresh: bool = False,
     console: Console | None = None,
-    quiet: bool = False,
     command: str = "valence compare",
 ) -> ModelComparison:
     """Let two models answer prompts, let judges compare the answers, and write the result.
@@ -239,9 +238,7 @@ def compare_models(
                 else:
                     minimum = settings.min_agreement if settings else MIN_AGREEMENT
                 is_allowed = allow_below or bool(settings and settings.allow_below)
-                calibrations.append(
-                    folder.calibrate(entries, files, minimum, is_allowed, console, quiet)
-                )
+                calibrations.append(folder.calibrate(entries, files, minimum, is_allowed, console))
             elif settings:
                 notes.append(f"{settings.model} was not measured against labels (--labels)")
         models = [
@@ -257,7 +254,6 @@ def compare_models(
                 overrides=overrides,
                 at=model.at,
                 console=console,
-                quiet=quiet,
                 command=command,
                 store_immediately=True,
                 fix=START_OVER,
@@ -272,7 +268,7 @@ def compare_models(
         for entries in specs:
             with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
                 path = folder.verdicts_path(judge)
-                verdicts = folder.judge(judge, pairs, console=console, quiet=quiet)
+                verdicts = folder.judge(judge, pairs, console=console)
                 cost = judge.cost
             _check_failures(verdicts, max_failed, path)
             summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
@@ -285,7 +281,6 @@ def compare_models(
                 batch_size=draws.at_once or BATCH_SIZE,
                 overrides=overrides,
                 console=console,
-                quiet=quiet,
             )
         result = ModelComparison(
             models=_model_names(baseline, candidate),
@@ -631,7 +626,6 @@ class ComparisonFolder:
         minimum: float,
         allow_below: bool,
         console: Console,
-        quiet: bool,
     ) -> Calibration:
         """Measure a judge against labels. Raises UserError if it agrees too little."""
         rated, done = read_labels(labels), 0
@@ -641,7 +635,6 @@ class ComparisonFolder:
                 console,
                 f"measuring {judge.name}",
                 count_items(judge, rated),
-                quiet=quiet,
                 brief=True,
             ) as bar,
         ):
@@ -652,13 +645,12 @@ class ComparisonFolder:
                 bar.update(done)
 
             calibration = calibrate(judge, rated, advance)
-        if not quiet:
-            print_message(console, describe_calibration(calibration))
+        print_message(console, describe_calibration(calibration))
         require_agreement(calibration, minimum, allow_below=allow_below, setting="--allow-below")
         return calibration
 
     def judge(
-        self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console, quiet: bool
+        self, judge: PairJudge, pairs: Sequence[AnswerPair], *, console: Console
     ) -> list[PairVerdict]:
         """The verdicts of one judge. Those that the folder has are not repeated, unless the judge
         has another identity, an unknown one, or has loaded other files.
@@ -667,9 +659,7 @@ class ComparisonFolder:
         modules = path.with_name(f"{path.name}.modules.json")
         sources = _read_sources(modules)
         is_fresh = judge.identity is None or sources is None or not are_current(sources)
-        with RowJob(
-            path, (), window=judge.window, fresh=is_fresh, console=console, quiet=quiet
-        ) as job:
+        with RowJob(path, (), window=judge.window, fresh=is_fresh, console=console) as job:
             job.check_facts({"judge": judge.identity})
             transform = VerdictTransform(
                 judge, min(judge.window, len(pairs)), modules, {} if is_fresh else sources or {}

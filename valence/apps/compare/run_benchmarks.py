@@ -116,7 +116,6 @@ def run_benchmarks(
     batch_size: int = BATCH_SIZE,
     overrides: Sequence[str] = (),
     console: Console,
-    quiet: bool = False,
 ) -> list[BenchmarkResult]:
     """Evaluate two models on tasks, and compare their results.
 
@@ -128,16 +127,14 @@ def run_benchmarks(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _redirected_output(folder / LOG, console):
-        if not quiet:
-            print_message(console, "lm-eval: loading tasks")
+        print_message(console, "lm-eval: loading tasks")
         suite = load_suite(tasks, folder / LOG)
         is_chat = _asks_as_chat(tasks.as_chat, models, overrides)
-        if not quiet:
-            form = "with the chat template" if is_chat else "as plain text"
-            print_message(console, f"lm-eval: questions are asked {form}")
+        form = "with the chat template" if is_chat else "as plain text"
+        print_message(console, f"lm-eval: questions are asked {form}")
         contents = [
             ModelBenchmarks(
-                suite, model, folder, is_chat, batch_size, list(overrides), console, quiet
+                suite, model, folder, is_chat, batch_size, list(overrides), console
             ).evaluate()
             for model in models
         ]
@@ -328,7 +325,6 @@ class ModelBenchmarks:
     batch_size: int
     overrides: list[str]
     console: Console
-    quiet: bool
 
     def evaluate(self) -> dict[str, Any]:
         """The results of all tasks, as lm-eval returns those of one call."""
@@ -337,8 +333,7 @@ class ModelBenchmarks:
         results = {} if key is None else self._stored(key)
         missing = [name for name in self.suite.names if name not in results]
         if missing:
-            if not self.quiet:
-                print_message(self.console, f"lm-eval: loading {target}")
+            print_message(self.console, f"lm-eval: loading {target}")
             run = open_run(
                 target, self.overrides, group=SingleProcess(), at=at, console=self.console
             )
@@ -357,7 +352,7 @@ class ModelBenchmarks:
                 results[name] = self._run(run, name)
                 content = json.dumps(add_checksum(results[name]), indent=1)
                 replace_file(self._path(name, key), content)
-        if len(missing) < len(self.suite.names) and not self.quiet:
+        if len(missing) < len(self.suite.names):
             total, number = len(self.suite.names), len(self.suite.names) - len(missing)
             message = f"{self.model.side}: {number} of {total} results are from an earlier call"
             print_message(self.console, message)
@@ -399,7 +394,7 @@ class ModelBenchmarks:
             _explained(name, "lm-eval cannot evaluate this task", self.suite.log),
         ):
             model = policy_for_lm_eval(
-                run, self.batch_size, f"{name} ({self.model.side})", self.console, self.quiet
+                run, self.batch_size, f"{name} ({self.model.side})", self.console
             )
             try:
                 # `simple_evaluate` does the same, and reports on the machine for 3 s
@@ -483,9 +478,7 @@ class AnswerCounter:
         self.progress.update(self.done)
 
 
-def policy_for_lm_eval(
-    run: Trainer, batch_size: int, phase: str, console: Console, quiet: bool
-) -> Any:
+def policy_for_lm_eval(run: Trainer, batch_size: int, phase: str, console: Console) -> Any:
     """The policy of a run as a model of lm-eval.
 
     Call it and use it inside ``policy.sampling()``. Log-probabilities are computed in float32.
@@ -496,7 +489,7 @@ def policy_for_lm_eval(
 
     @contextmanager
     def progress(model: Any, requests: Sequence[Any]) -> Iterator[None]:
-        with Progress(console, phase, len(requests), quiet=quiet) as bar:
+        with Progress(console, phase, len(requests)) as bar:
             model.set_cache_hook(AnswerCounter(bar))
             yield
 

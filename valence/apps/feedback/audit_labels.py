@@ -279,7 +279,6 @@ def audit_labels(
     format: str | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
-    quiet: bool = False,
 ) -> LabelAudit:
     """Audit the labels of the rated rows in these files.
 
@@ -305,7 +304,6 @@ def audit_labels(
         format=format,
         overrides=overrides,
         console=console,
-        quiet=quiet,
     )
     if out is None or not result.probabilities:
         return result.audit
@@ -323,7 +321,6 @@ def audit_rows(
     format: str | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
-    quiet: bool = False,
 ) -> RowAudit:
     """Audit the labels of the rated rows in these files, as ``audit_labels`` does.
 
@@ -360,7 +357,7 @@ def audit_rows(
     )
     states: dict[RatedKind, _States] = {}
     if model is not None:
-        states = _all_states(model, source, rows.rated, overrides, console, quiet)
+        states = _all_states(model, source, rows.rated, overrides, console)
     kinds = [
         _audit_kind(kind, group, states.get(kind), top)
         for kind, group in rows.rated.items()
@@ -581,11 +578,9 @@ def _all_states(
     items: Mapping[RatedKind, Sequence[RatedRow]],
     overrides: Sequence[str],
     console: Console,
-    quiet: bool,
 ) -> dict[RatedKind, _States]:
     """Run the model on the rows of each kind."""
-    if not quiet:
-        print_message(console, f"loading and checking {target}")
+    print_message(console, f"loading and checking {target}")
     policy, encoder = load_policy(target, source, overrides)
     micro_batch_tokens = source.recipe.train.micro_batch_tokens
     tokens = micro_batch_tokens if isinstance(micro_batch_tokens, int) else TOKENS
@@ -593,7 +588,7 @@ def _all_states(
     for kind, group in items.items():
         if group:
             units, unusable = _encode(group, encoder)
-            states = hidden_states(policy, list(units.values()), tokens, console, quiet)
+            states = hidden_states(policy, list(units.values()), tokens, console)
             all_states[kind] = _cross_fit(
                 {i: list(tensors) for i, tensors in zip(units, states, strict=True)},
                 group,
@@ -639,14 +634,13 @@ def hidden_states(
     units: Sequence[TokenizedExample],
     tokens: int = TOKENS,
     console: Console | None = None,
-    quiet: bool = False,
 ) -> list[Tensor]:
     """The states [sides, 2 h] of the completions of each unit. tokens: per forward pass."""
     if not units:
         return []
     packer = StepPacker(units, device=policy.device)
     by_unit: dict[int, Tensor] = {}
-    with Progress(console or Terminal(), "hidden states", len(units), quiet=quiet) as bar:
+    with Progress(console or Terminal(), "hidden states", len(units)) as bar:
         for indices in packer.pack(packer.example_indices, tokens):
             batch = packer.micro_batch(indices)
             sides = [(i, side) for i in indices for side in range(len(units[i].answers))]

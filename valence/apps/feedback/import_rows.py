@@ -139,7 +139,6 @@ def import_feedback(
     is_complete: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
-    quiet: bool = False,
 ) -> ImportSummary:
     """Add the votes of an export to those of earlier imports into ``out``, and write their rows.
 
@@ -183,7 +182,7 @@ def import_feedback(
     store = ImportStore(out, overwrite=overwrite)
     refuse_inputs(store.paths, files)
     with store.locked():
-        count = (lambda _: None) if quiet else _counter(console)
+        count = _counter(console)
         sources: set[str] = {name}
         read: Iterable[Vote | Skipped] = _counted(read_votes(name, files, options), count)
         if source_of(name).is_plugin and not url:  # its votes may name the tool otherwise

@@ -91,7 +91,6 @@ def select_prompts(
     num: int,
     overrides: Sequence[str] = (),
     console: Console | None = None,
-    quiet: bool = False,
 ) -> Selection:
     """Write the ``num`` prompts to label next, in the order in which to label them.
 
@@ -133,12 +132,11 @@ def select_prompts(
             fix="add a file with prompts that --rated does not contain; its rows may have an "
             "unlabelled answer",
         )
-    if not quiet:
-        print_message(console, f"loading and checking {model}")
+    print_message(console, f"loading and checking {model}")
     policy, encoder = load_policy(model, source, overrides)
     setting = source.recipe.train.micro_batch_tokens
     tokens = setting if isinstance(setting, int) else TOKENS
-    states = _States(policy, encoder, tokens, console, quiet)
+    states = _States(policy, encoder, tokens, console)
     scores: dict[str, float] = {}
     auc: float | None = None
     interval: tuple[float, float] | None = None
@@ -216,7 +214,6 @@ class _States:
     encoder: Encoder
     tokens: int
     console: Console
-    quiet: bool
 
     def of_answers(self, examples: Sequence[Demonstration]) -> tuple[Tensor, list[int]]:
         """The states [n, d] of completions, and the indices of those that the model can read."""
@@ -238,7 +235,7 @@ class _States:
         return self._run(units)
 
     def _run(self, units: Sequence[TokenizedExample]) -> Tensor:
-        states = hidden_states(self.policy, units, self.tokens, self.console, self.quiet)
+        states = hidden_states(self.policy, units, self.tokens, self.console)
         return torch.cat(states) if states else torch.zeros(0, 1)
 
 

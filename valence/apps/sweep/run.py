@@ -77,7 +77,6 @@ class SweepOptions:
 
     nproc: int | None = None
     stops_early: bool = False
-    quiet: bool = False
 
 
 class Signals:
@@ -208,9 +207,8 @@ class SweepRunner:
         trial.state, trial.reason = "running", ""
         self.state.save()
         place = f"trial {self._place(trial)} of {len(self.state.included)}"
-        if not self.options.quiet:
-            name = f"{label_of(trial.values)}, seed {trial.seed}"
-            print_message(self.console, f"{place}: {name}{self._time_left()}")
+        name = f"{label_of(trial.values)}, seed {trial.seed}"
+        print_message(self.console, f"{place}: {name}{self._time_left()}")
         began, is_resumed = time.monotonic(), (run_dir / "metrics.jsonl").exists()
         log = self.state.folder / LOGS / f"{trial.name}.log"
         log.parent.mkdir(exist_ok=True)
@@ -233,8 +231,7 @@ class SweepRunner:
             self._durations += [] if is_resumed else [time.monotonic() - began]
         else:
             trial.state, trial.reason = "failed", process.failure(log)
-        if not self.options.quiet:
-            print_message(self.console, self._outcome(trial), _style(trial))
+        print_message(self.console, self._outcome(trial), _style(trial))
 
     def _command(self, trial: Trial, run_dir: Path) -> list[str]:
         """The command of a trial, as a user could type it to resume it."""
@@ -267,7 +264,7 @@ class SweepRunner:
                 if request := self._stop_request():
                     if first:
                         kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
-                    elif not self.options.quiet:
+                    else:
                         message = f"{request.reason}: the trial finishes its step and is saved"
                         print_message(
                             self.console, f"{message}; a second signal stops it immediately"
@@ -381,8 +378,7 @@ class SweepRunner:
             f"{len(values)} finished trials is {number(median)}"
         )
         self.state.save()
-        if not self.options.quiet:
-            print_message(self.console, self._outcome(trial), _style(trial))
+        print_message(self.console, self._outcome(trial), _style(trial))
         return True
 
     # Signals, time, messages
@@ -406,7 +402,7 @@ class SweepRunner:
         has_printed = False
         while (process := holder(run_dir)) is not None and process.alive:
             self._check_stop()
-            if not has_printed and not self.options.quiet:
+            if not has_printed:
                 message = f"waiting for the process of an earlier start to save ({process})"
                 print_message(self.console, message)
                 has_printed = True
@@ -419,7 +415,7 @@ class SweepRunner:
             f"  trial {self._place(trial)}",
             total,
             start=step,
-            quiet=self.options.quiet or not total,
+            quiet=not total,
             brief=True,
         )
 

@@ -75,8 +75,7 @@ def run_sweep(
             optuna_search = OptunaSearch(grid, folder, seeds, num_trials)
             optuna_search.add_seeds(state)
             search = optuna_search
-        if not options.quiet:
-            print_message(console, _summary(state, num_trials))
+        print_message(console, _summary(state, num_trials))
         runner = SweepRunner(
             grid, state, objectives, options, console,
             search=search, on_trial=partial(on_trial, state),
