@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny
 # models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 # What `model.dtype: auto` stands for depends on the machine. Most tests compare numbers in float32.
 os.environ["VALENCE_DTYPE"] = "float32"
 # Tests that name a model which does not exist must not wait for a hub.
@@ -30,6 +30,10 @@ if (
 import pytest
 import torch
 from hypothesis import settings
+
+# What commands print does not depend on the terminal of whoever runs the tests.
+for variable in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"):
+    os.environ.pop(variable, None)
 
 # Triton reads this when it is imported. Its interpreter then runs the kernels on a CPU.
 if not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, sho
 from valence import cli
 
 LAYERS = (
+    "options",
     "version",
     "storage",
     "files",
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
     "shipped": (),
+    "options": (),
     "storage": ("files",),
     "files": (),
     "terminal": (),

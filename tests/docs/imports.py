@@ -28,6 +28,7 @@ from tests.docs.blocks import ROOT
 from valence.apps.feedback.import_rows import ImportSummary, import_feedback
 from valence.data.importers.records import SKIP_REASONS
 from valence.data.importers.sources import SOURCES, command_name
+from valence.options import ImportOptions
 
 PAGE = ROOT / "docs" / "tasks" / "import-feedback.md"
 START, END = "<!-- counts -->\n", "<!-- end of counts -->\n"
@@ -249,7 +250,9 @@ EXPORTS: dict[str, Callable[[Path], list[str]]] = {
 def summary_of(source: str) -> ImportSummary:
     """What an import of a tool's export does."""
     with TemporaryDirectory() as folder, chdir(folder):
-        return import_feedback(source, EXPORTS[source](Path()), Path("out.jsonl"))
+        return import_feedback(
+            source, EXPORTS[source](Path()), ImportOptions(out=Path("out.jsonl"))
+        )
 
 
 def counts() -> str:

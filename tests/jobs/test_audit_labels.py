@@ -27,6 +27,7 @@ from valence.data.label_audit import (
 )
 from valence.data.load import load
 from valence.models.policy_model import PolicyModel
+from valence.options import ImportOptions
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit, fit_logistic
 from valence.types import Judgement, Origin
@@ -184,7 +185,7 @@ def test_votes_beside_the_rows_are_read(place: Path) -> None:
         entry(number, number != 2, message="m1", question="q", answer="a") for number in (1, 2, 3)
     ]
     export = write_export(Path("log.jsonl"), *votes)
-    import_feedback("chat_log", [export], Path("feedback.jsonl"))
+    import_feedback("chat_log", [export], ImportOptions(out=Path("feedback.jsonl")))
     audited = audit_labels(["feedback.jsonl"]).agreement
     assert audited is not None
     assert (audited.targets, audited.ratings) == (1, 3)

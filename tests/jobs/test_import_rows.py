@@ -40,6 +40,7 @@ from valence.apps.feedback.import_store import ImportStore, merge_votes
 from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.kind_names import METHOD_FOR, WORDS
+from valence.options import ImportOptions
 from valence.reports.verdict import rows_needed
 from valence.types import Origin
 
@@ -66,7 +67,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def do_import(*entries: dict[str, Any], **options: Any) -> ImportSummary:
     """Import these entries of the log."""
     file = write_export(Path("log.jsonl"), *entries)
-    return import_feedback(NAME, [file], OUT, **options)
+    return import_feedback(NAME, [file], ImportOptions(out=OUT, **options))
 
 
 def rows(path: str | Path) -> list[dict[str, Any]]:
@@ -147,7 +148,7 @@ def test_the_description_has_checksums_and_names_no_person_or_folder(tmp_path: P
     inside.mkdir()
     os.chdir(inside)
     file = write_export(tmp_path / "log.jsonl", *EVERY_KIND)
-    import_feedback(NAME, [file], OUT)
+    import_feedback(NAME, [file], ImportOptions(out=OUT))
     about = json.loads(Path("feedback.about.json").read_text())
     assert about["sources"] == {NAME: {"files": ["log.jsonl"], "votes": 5}}
     assert (about["votes"], about["raters"]) == (5, 5)
@@ -195,7 +196,7 @@ def test_votes_that_make_no_row_are_skipped_with_the_reason() -> None:
 def test_votes_of_machines_are_left_out_unless_asked_for() -> None:
     result = do_import(entry(1), entry(2, machine=True))
     assert (result.votes, result.skipped["machine"].count) == (1, 1)
-    result = do_import(entry(1), entry(2, machine=True), options=ReadOptions(includes_machine=True))
+    result = do_import(entry(1), entry(2, machine=True), include_machine=True)
     assert (result.votes, result.skipped) == (2, {})
 
 
@@ -245,7 +246,7 @@ def test_the_same_export_again_changes_nothing() -> None:
     assert contents() == before
     assert {p.name: p.stat().st_mtime_ns for p in Path().glob("feedback.*")} == times
     other = write_export(Path("renamed.jsonl"), *EVERY_KIND)
-    import_feedback(NAME, [other], OUT)
+    import_feedback(NAME, [other], ImportOptions(out=OUT))
     assert contents() == before
 
 
@@ -449,18 +450,20 @@ def test_nothing_is_written_where_nothing_is_imported(
 
 def test_an_unknown_source_is_refused_with_the_nearest_one() -> None:
     with raises_error("source-unknown", fix="open-webui"):
-        import_feedback("open-webiu", ["log.jsonl"], OUT)
+        import_feedback("open-webiu", ["log.jsonl"], ImportOptions(out=OUT))
 
 
 @pytest.mark.parametrize("files", [[], ["log.jsonl"]])
 def test_either_files_or_a_url_are_read(files: list[str]) -> None:
     with raises_error("import-input"):
-        import_feedback("open_webui", files, OUT, url="http://host" if files else None)
+        import_feedback(
+            "open_webui", files, ImportOptions(out=OUT, url="http://host" if files else None)
+        )
 
 
 def test_a_tool_without_a_server_has_no_url() -> None:
     with raises_error("source-not-pullable"):
-        import_feedback(NAME, [], OUT, url="http://host")
+        import_feedback(NAME, [], ImportOptions(out=OUT, url="http://host"))
 
 
 def test_a_server_is_asked_for_votes_from_since_on(
@@ -486,7 +489,9 @@ def test_a_server_is_asked_for_votes_from_since_on(
     monkeypatch.setattr(import_rows, "EVERY", 0.0)
     url = "https://host"
     for since in (None, "last"):
-        summary = import_feedback("langfuse", [], OUT, url=url, token_env="KEY", since=since)
+        summary = import_feedback(
+            "langfuse", [], ImportOptions(out=OUT, url=url, token_env="KEY", since=since)
+        )
         assert summary.skipped["no_vote"].place == "https://host/path:1"
     assert requests == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
     assert "5 " in capsys.readouterr().out
@@ -496,7 +501,7 @@ def test_a_server_is_asked_for_votes_from_since_on(
 def test_outputs_are_not_inputs() -> None:
     do_import(entry(1))
     with raises_error("output-is-input"):
-        import_feedback(NAME, ["feedback.votes.jsonl"], OUT)
+        import_feedback(NAME, ["feedback.votes.jsonl"], ImportOptions(out=OUT))
 
 
 def test_rows_that_were_edited_are_not_lost() -> None:
@@ -578,7 +583,7 @@ def test_the_output_must_be_a_file_of_json_lines(out: str, code: str) -> None:
     Path("link.jsonl").symlink_to("elsewhere.jsonl")
     file = write_export(Path("log.jsonl"), entry(1))
     with raises_error(code):
-        import_feedback(NAME, [file], Path(out))
+        import_feedback(NAME, [file], ImportOptions(out=Path(out)))
 
 
 def test_a_second_import_at_the_same_time_is_refused() -> None:
@@ -621,7 +626,7 @@ def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sources.SOURCES, "other", other)
     do_import(entry(1))
     files = [write_export(Path("other.jsonl"), entry(1, False, at=5000), EVERY_KIND[3])]
-    summary = import_feedback("other", files, OUT)
+    summary = import_feedback("other", files, ImportOptions(out=OUT))
     assert (summary.counts.new, summary.total) == (2, 3)
     assert {file.path: file.rows for file in summary.files} == {
         "feedback.jsonl": 2,

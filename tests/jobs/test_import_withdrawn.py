@@ -17,6 +17,7 @@ from valence.apps.feedback.import_rows import ImportSummary, import_feedback, pr
 from valence.data.importers.open_webui import read as read_open_webui
 from valence.data.importers.pull import server_address
 from valence.data.importers.records import ReadOptions, Skipped, Vote
+from valence.options import ImportOptions
 from valence.terminal import Terminal
 from valence.types import Origin
 
@@ -110,7 +111,7 @@ TOOLS = {"gradio": gradio, "librechat": librechat, "langsmith": langsmith}
 
 
 def do_import(tool: str, *votes: str) -> ImportSummary:
-    return import_feedback(tool, TOOLS[tool](list(votes)), OUT)
+    return import_feedback(tool, TOOLS[tool](list(votes)), ImportOptions(out=OUT))
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -158,16 +159,16 @@ def test_a_thumb_that_a_custom_flag_replaced_is_dropped() -> None:
 
 def test_a_message_of_librechat_without_the_field_withdraws_nothing() -> None:
     (file,) = librechat(["Like"])
-    import_feedback("librechat", [file], OUT)
+    import_feedback("librechat", [file], ImportOptions(out=OUT))
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     del rows[1]["feedback"]
     other = rows[1] | {"messageId": "m3", "feedback": {"rating": "thumbsDown"}}
-    import_feedback("librechat", [write_lines(file, [*rows, other])], OUT)
+    import_feedback("librechat", [write_lines(file, [*rows, other])], ImportOptions(out=OUT))
     assert labels() == [True, False]
 
 
 def test_an_empty_cell_of_librechats_csv_withdraws_nothing() -> None:
-    import_feedback("librechat", librechat(["Like"]), OUT)
+    import_feedback("librechat", librechat(["Like"]), ImportOptions(out=OUT))
     columns = ["messageId", "parentMessageId", "conversationId", "isCreatedByUser", "text"]
     rows = [
         ["m1", "", "c1", "true", "Capital of France?", ""],
@@ -176,7 +177,7 @@ def test_an_empty_cell_of_librechats_csv_withdraws_nothing() -> None:
     with open("messages.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([[*columns, "feedback"], *rows])
     with raises_error("nothing-imported"):
-        import_feedback("librechat", ["messages.csv"], OUT)
+        import_feedback("librechat", ["messages.csv"], ImportOptions(out=OUT))
     assert labels() == [True]
 
 
@@ -189,7 +190,7 @@ def test_of_two_exports_in_one_import_the_later_state_counts() -> None:
     Path("other.jsonl").write_text(text.replace('"c1"', '"c2"'))
     librechat(["Like", ""])
     files = ["older.jsonl", newer, "other.jsonl"]
-    summary = import_feedback("librechat", files, OUT)
+    summary = import_feedback("librechat", files, ImportOptions(out=OUT))
     assert (summary.total, labels()) == (1, [True])
 
 
@@ -198,32 +199,32 @@ def test_of_two_exports_in_one_import_the_later_state_counts() -> None:
 
 def import_log(*entries: dict[str, Any], **options: Any) -> ImportSummary:
     file = write_export(Path("log.jsonl"), *entries)
-    return import_feedback(NAME, [file], OUT, **options)
+    return import_feedback(NAME, [file], ImportOptions(out=OUT, **options))
 
 
 def test_a_complete_export_drops_the_votes_that_it_does_not_have() -> None:
     do_import("gradio", "Like")
     import_log(entry(1), entry(2, False), entry(3))
-    summary = import_log(entry(1), entry(3, False, at=5000), is_complete=True)
+    summary = import_log(entry(1), entry(3, False, at=5000), complete=True)
     counts = summary.counts
     assert (counts.unchanged, counts.replaced, counts.withdrawn) == (1, 1, 1)
     assert sorted(labels()) == [False, True, True]  # with that of the other tool
     before = contents()
-    again = import_log(entry(1), entry(3, False, at=5000), is_complete=True)
+    again = import_log(entry(1), entry(3, False, at=5000), complete=True)
     assert again.counts.withdrawn == 0
     assert contents() == before
 
 
 def test_votes_that_a_filter_leaves_out_are_not_withdrawn() -> None:
     import_log(entry(1), entry(2, model="large"))
-    summary = import_log(entry(1), entry(2, model="large"), is_complete=True, model="tiny")
+    summary = import_log(entry(1), entry(2, model="large"), complete=True, model="tiny")
     assert summary.counts.withdrawn == 0
     assert labels() == [True, True]
 
 
 def test_newer_votes_alone_are_not_all_votes() -> None:
     with raises_error("option-conflict", where="--complete"):
-        import_log(entry(1), is_complete=True, since="last")
+        import_log(entry(1), complete=True, since="last")
 
 
 def open_webui_row(number: int, rating: int) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def pull_all(**options: Any) -> ImportSummary:
-    return import_feedback("open-webui", [], OUT, url=URL, **options)
+    return import_feedback("open-webui", [], ImportOptions(out=OUT, url=URL, **options))
 
 
 def test_a_vote_that_was_deleted_from_open_webui_is_dropped(server: list[dict[str, Any]]) -> None:
@@ -283,9 +284,9 @@ def test_votes_from_elsewhere_stay_unless_the_server_is_said_to_have_all(
     server: list[dict[str, Any]],
 ) -> None:
     path = write_lines("export.jsonl", [open_webui_row(7, 1)])
-    import_feedback("open-webui", [path], OUT)
+    import_feedback("open-webui", [path], ImportOptions(out=OUT))
     server.append(open_webui_row(1, -1))
     pull_all()
     assert sorted(labels()) == [False, True]
-    assert pull_all(is_complete=True).counts.withdrawn == 1
+    assert pull_all(complete=True).counts.withdrawn == 1
     assert labels() == [False]

@@ -42,6 +42,7 @@ from valence.apps.feedback.review_labels import (
 from valence.apps.serve.app import HEADERS
 from valence.data.importers.rows import RowKind
 from valence.data.load import DataFile, load
+from valence.options import ImportOptions
 from valence.types import Judgement, Kind, Preference
 
 __all__ = ["chat_log", "place"]
@@ -104,7 +105,11 @@ def test_large_groups_are_several_cases_with_both_labels(tmp_path: Path) -> None
 @pytest.mark.usefixtures("chat_log")
 def test_raters_who_disagree_are_shown(place: Path) -> None:
     votes = [entry(n, n != 2, message="m1", question="q", answer="a") for n in (1, 2, 3)]
-    import_feedback("chat_log", [write_export(Path("log.jsonl"), *votes)], Path("feedback.jsonl"))
+    import_feedback(
+        "chat_log",
+        [write_export(Path("log.jsonl"), *votes)],
+        ImportOptions(out=Path("feedback.jsonl")),
+    )
     review = LabelReview(audited(Path("feedback.jsonl")), Path("reviewed.jsonl"))
     (reason,) = review.suspicions[0]
     assert (reason.reason, "2 up, 1 down" in reason.text) == ("raters", True)

@@ -24,8 +24,9 @@ from valence.cli.common import (
     json_console,
     stoppable,
 )
-from valence.cli.models import AtOnce
+from valence.cli.options import with_options
 from valence.errors import UserError
+from valence.options import CompareOptions
 from valence.terminal import Terminal, json_line, print_message, print_table, write_line
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ MAX_ANSWER = 300
 
 
 @app.command()
+@with_options
 def compare(
     baseline: Annotated[
         str,
@@ -58,44 +60,8 @@ def compare(
             autocompletion=complete.runs_or_recipes,
         ),
     ],
+    options: CompareOptions,
     overrides: ModelOverrides = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="File of held-out prompts for both models. Can be repeated.",
-        ),
-    ] = None,
-    judge: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--judge",
-            metavar="REWARD",
-            help="Judge of the answers: a rule, a function (package.module:function), a reward "
-            "model or the address of a server, or a section as in a recipe ("
-            "'{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
-            "has a win rate.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="FOLDER",
-            help="Folder for the answers, the verdicts, compare.json and report.html. Rerun with "
-            "the same folder to resume.",
-        ),
-    ] = Path("comparison"),
-    assertions: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--assertions",
-            metavar="FILE",
-            help="File of prompts with a column `assert`. Both models answer them; judges do not "
-            "compare these answers. Can be repeated. Prompts of --prompts may have assertions too.",
-        ),
-    ] = None,
     max_broken: Annotated[
         int | None,
         typer.Option(
@@ -117,133 +83,6 @@ def compare(
             "for a judge.",
         ),
     ] = None,
-    votes: Annotated[
-        Path | None,
-        typer.Option(
-            "--votes",
-            metavar="FILE",
-            help="The --out file of `valence collect BASELINE CANDIDATE`: its raters become "
-            "another judge. Without --prompts, no answers are sampled.",
-        ),
-    ] = None,
-    lm_eval: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            "--lm-eval",
-            metavar="BASELINE CANDIDATE",
-            help="The --output_path of lm_eval for both models, or a result file of each. Without "
-            "--prompts, no model answers.",
-        ),
-    ] = None,
-    lm_eval_tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--lm-eval-tasks",
-            metavar="TASKS",
-            help="Evaluate both models on tasks, groups or tags of lm-eval, separated by commas, "
-            "such as arc_easy,hellaswag; or on YAML files of tasks. Without --prompts, no model "
-            "answers prompts.",
-        ),
-    ] = None,
-    lm_eval_include: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--lm-eval-include",
-            metavar="FOLDER",
-            help="A folder with YAML files of your own tasks for lm-eval. Can be repeated.",
-        ),
-    ] = None,
-    lm_eval_fewshot: Annotated[
-        int | None,
-        typer.Option(
-            "--lm-eval-fewshot",
-            min=0,
-            help="Examples before each question. Default: those of the task.",
-        ),
-    ] = None,
-    lm_eval_limit: Annotated[
-        int | None,
-        typer.Option(
-            "--lm-eval-limit",
-            min=1,
-            help="Ask only the first N questions of each task, to try it out.",
-        ),
-    ] = None,
-    lm_eval_chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--lm-eval-chat/--no-lm-eval-chat",
-            help="Ask the questions of lm-eval with the chat templates of the models, or as plain "
-            "text. Default: with chat templates if the models are prompted with them.",
-        ),
-    ] = None,
-    labels: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--labels",
-            metavar="FILE",
-            help="File of thumbs or pairs from people. First measures how well each judge agrees "
-            "with them. Can be repeated.",
-        ),
-    ] = None,
-    min_agreement: Annotated[
-        float | None,
-        typer.Option(
-            "--min-agreement",
-            min=0.0,
-            max=1.0,
-            help="Refuse a judge with less agreement with --labels than this. Default: 0.6.",
-        ),
-    ] = None,
-    allow_below: Annotated[
-        bool,
-        typer.Option("--allow-below", help="Accept judges below --min-agreement."),
-    ] = False,
-    tag: Annotated[
-        str | None,
-        typer.Option(
-            "--tag",
-            metavar="COLUMN",
-            help="Column of the prompts to group the win rates by. Default: tags or tag.",
-        ),
-    ] = None,
-    max_failed: Annotated[
-        float,
-        typer.Option(
-            "--max-failed",
-            min=0.0,
-            max=1.0,
-            help="Fail if a judge gives no verdict on more than this fraction of the prompts.",
-        ),
-    ] = 0.1,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Maximum tokens per answer.")
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            min=0.0,
-            help="Sampling temperature; 0 takes the most likely token.",
-        ),
-    ] = 0.7,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            min=0.0,
-            max=1.0,
-            help="Sample from the smallest set of most likely tokens with this total probability.",
-        ),
-    ] = 1.0,
-    at_once: AtOnce = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of the answers and of the confidence intervals.")
-    ] = 0,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Rename the folder of an earlier comparison, and start over."),
-    ] = False,
     step: Step = None,
     as_json: Annotated[
         bool,
@@ -264,50 +103,13 @@ def compare(
     try:
         with stoppable():
             from valence.apps.compare.compare_models import compare_models
-            from valence.apps.compare.run_benchmarks import BenchmarkTasks
-            from valence.jobs.sample_rows import Draws
 
-            options = {
-                "--lm-eval-include": tuple(lm_eval_include or ()) or None,
-                "--lm-eval-fewshot": lm_eval_fewshot,
-                "--lm-eval-limit": lm_eval_limit,
-                "--lm-eval-chat": lm_eval_chat,
-            }
-            tasks = None
-            if lm_eval_tasks is not None:
-                tasks = BenchmarkTasks(
-                    names=tuple(filter(None, map(str.strip, lm_eval_tasks.split(",")))),
-                    include=tuple(lm_eval_include or ()),
-                    num_fewshot=lm_eval_fewshot,
-                    limit=lm_eval_limit,
-                    as_chat=lm_eval_chat,
-                )
-            elif unused := [name for name, value in options.items() if value is not None]:
-                raise UserError(
-                    "the option has no effect without tasks",
-                    code="option-unused",
-                    where=unused[0],
-                    fix="add --lm-eval-tasks, or remove it",
-                )
             result = compare_models(
                 baseline,
                 candidate,
-                out,
-                prompts=prompts or [],
-                assertions=assertions or [],
-                judges=judge or [],
-                votes=votes,
-                lm_eval=lm_eval,
-                lm_eval_tasks=tasks,
-                labels=labels or [],
-                min_agreement=min_agreement,
-                allow_below=allow_below,
-                draws=Draws(1, temperature, top_p, max_new_tokens, at_once, seed),
-                tag=tag,
-                max_failed=max_failed,
+                options,
                 overrides=allow_remote_code(trust_remote_code, overrides),
                 at=checkpoint_of(step),
-                fresh=fresh,
                 console=terminal,
                 command=command_line(),
             )

@@ -28,10 +28,10 @@ from valence.apps.compare.assertions import (
 from valence.apps.compare.benchmarks import BenchmarkResult, read_benchmarks
 from valence.apps.compare.run_benchmarks import (
     BATCH_SIZE,
-    BenchmarkTasks,
     ComparedModel,
     check_benchmarks,
     run_benchmarks,
+    tasks_of,
 )
 from valence.apps.compare.run_benchmarks import FOLDER as BENCHMARKS
 from valence.apps.compare.votes import read_votes
@@ -57,6 +57,7 @@ from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, replace_file
 from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
 from valence.models.loading import must_exist
+from valence.options import CompareOptions
 from valence.reports.console import Progress
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import (
@@ -79,8 +80,6 @@ PROMPTS, RESULT, REPORT = "prompts.jsonl", "compare.json", "report.html"
 REPLIES = "replies"
 """Folder of the replies of LLM judges."""
 SIDES = ("baseline", "candidate")
-READING = Draws(n=1, temperature=0.7, top_p=1.0, max_new_tokens=256)
-"""Sampling parameters of both models unless others are set, whatever their recipes have."""
 TAG_COLUMNS = ("tags", "tag")
 PEOPLE = "people"
 """Name of the votes among the judges."""
@@ -88,8 +87,6 @@ MAX_FOLLOWED = 0.5
 """Share of verdicts that follow the position of the answers, with its 95 % interval, below which a
 judge can decide a gate. It is the share of a judge that guesses.
 """
-MAX_FAILED = 0.1
-"""Share of prompts without a verdict above which there is no result."""
 START_OVER = "set --out to another folder, or start over with --fresh, which renames this one"
 
 
@@ -173,71 +170,51 @@ class ModelComparison:
 def compare_models(
     baseline: str,
     candidate: str,
-    out: Path,
+    options: CompareOptions,
     *,
-    prompts: Sequence[str] = (),
-    judges: Sequence[str] = (),
-    assertions: Sequence[str] = (),
-    votes: Path | None = None,
-    lm_eval: tuple[Path, Path] | None = None,
-    lm_eval_tasks: BenchmarkTasks | None = None,
-    labels: Sequence[str] = (),
-    min_agreement: float | None = None,
-    allow_below: bool = False,
-    draws: Draws = READING,
-    tag: str | None = None,
-    max_failed: float = MAX_FAILED,
     overrides: Sequence[str] = (),
     at: At = None,
-    fresh: bool = False,
     console: Console | None = None,
     command: str = "valence compare",
 ) -> ModelComparison:
     """Let two models answer prompts, let judges compare the answers, and write the result.
 
     baseline, candidate: a run's folder, a recipe, or a model's folder or hub id; the same one on
-    both sides is allowed. out: a folder; if an interrupted call wrote it, resume; ``fresh`` moves
-    it aside. judges: entries of a recipe's reward section, each a judge by itself. assertions:
-    files of prompts with assertions, which are answered and not judged. votes: the --out of
-    ``valence collect``, which is another judge. lm_eval: result files of lm-eval for baseline and
-    candidate. lm_eval_tasks: tasks of lm-eval that both models are evaluated on. With one of these
-    three, prompts may be missing; then no model answers any. labels: files of thumbs or pairs that
-    each judge is measured against first; one that agrees with less than ``min_agreement`` of them
-    is refused, unless ``allow_below``. tag: column of the prompts with the groups that are
-    reported. max_failed: share of prompts without a verdict above which
-    UserError is raised. at: checkpoint of the baseline.
+    both sides is allowed. at: checkpoint of the baseline.
 
     Raises UserError for invalid arguments, before any model is loaded.
     """
     console = console or Terminal()
-    specs = [list_rewards([_read_entry(judge)], None, ()) for judge in judges]
-    _check_judges(specs, has_votes=votes is not None)
-    people = None if votes is None else read_votes(votes, baseline, candidate)
-    benchmarks = [] if lm_eval is None else read_benchmarks(*lm_eval)
-    if lm_eval_tasks is not None:
-        check_benchmarks(lm_eval_tasks)
+    specs = [list_rewards([_read_entry(judge)], None, ()) for judge in options.judge]
+    _check_judges(specs, has_votes=options.votes is not None)
+    people = None if options.votes is None else read_votes(options.votes, baseline, candidate)
+    benchmarks = [] if options.lm_eval is None else read_benchmarks(*options.lm_eval)
+    tasks = tasks_of(options)
+    if tasks is not None:
+        check_benchmarks(tasks)
     questions = ComparisonPrompts()
-    if prompts or assertions or (votes is None and lm_eval is None and lm_eval_tasks is None):
-        questions = _read_prompts(candidate, prompts, assertions, overrides)
+    has_results = options.votes or options.lm_eval or tasks
+    if options.prompts or options.assertions or not has_results:
+        questions = _read_prompts(candidate, options.prompts, options.assertions, overrides)
     questions.check_judges(bool(specs))
-    questions.check_tag(tag)
+    questions.check_tag(options.tag)
     trained, notes = count_trained(
         dict(zip(SIDES, (baseline, candidate), strict=True)), questions.by_key, overrides
     )
     if questions.prompts:
         _check_models((baseline, candidate), specs, overrides)
-    with closing(ComparisonFolder(out, fresh=fresh)) as folder:
+    with closing(ComparisonFolder(options.out, fresh=options.fresh)) as folder:
         folder.write_prompts(questions.prompts)
         calibrations: list[Calibration] = []
         for entries in specs:
             settings = judge_settings(entries[0], "judge")
-            files = labels or ([settings.labels] if settings and settings.labels else [])
+            files = options.labels or ([settings.labels] if settings and settings.labels else [])
             if files:
-                if min_agreement is not None:
-                    minimum = min_agreement
+                if options.min_agreement is not None:
+                    minimum = options.min_agreement
                 else:
                     minimum = settings.min_agreement if settings else MIN_AGREEMENT
-                is_allowed = allow_below or bool(settings and settings.allow_below)
+                is_allowed = options.allow_below or bool(settings and settings.allow_below)
                 calibrations.append(folder.calibrate(entries, files, minimum, is_allowed, console))
             elif settings:
                 notes.append(f"{settings.model} was not measured against labels (--labels)")
@@ -249,7 +226,14 @@ def compare_models(
             sample_rows(
                 model.target,
                 folder.answers_path(model.side),
-                draws,
+                Draws(
+                    1,
+                    options.temperature,
+                    options.top_p,
+                    options.max_new_tokens,
+                    options.at_once,
+                    options.seed,
+                ),
                 data=[str(folder.path / PROMPTS)],
                 overrides=overrides,
                 at=model.at,
@@ -258,27 +242,27 @@ def compare_models(
                 store_immediately=True,
                 fix=START_OVER,
             )
-        all_pairs = folder.read_pairs(questions.prompts, tag)
+        all_pairs = folder.read_pairs(questions.prompts, options.tag)
         results = check_assertions(all_pairs, questions.assertions)
         pairs = [pair for pair in all_pairs if pair.prompt_key in questions.judged]
         summaries: list[JudgeSummary] = []
         if people is not None:
-            summaries.append(summarize(PEOPLE, *people, seed=draws.seed))
+            summaries.append(summarize(PEOPLE, *people, seed=options.seed))
             all_pairs = all_pairs or people[0]
         for entries in specs:
             with closing(build_judge(entries, reward_model, folder.path / REPLIES)) as judge:
                 path = folder.verdicts_path(judge)
                 verdicts = folder.judge(judge, pairs, console=console)
                 cost = judge.cost
-            _check_failures(verdicts, max_failed, path)
-            summary = summarize(judge.name, pairs, verdicts, seed=draws.seed, cost=cost)
+            _check_failures(verdicts, options.max_failed, path)
+            summary = summarize(judge.name, pairs, verdicts, seed=options.seed, cost=cost)
             summaries.append(summary)
-        if lm_eval_tasks is not None:
+        if tasks is not None:
             benchmarks += run_benchmarks(
-                lm_eval_tasks,
+                tasks,
                 models,
                 folder.path / BENCHMARKS,
-                batch_size=draws.at_once or BATCH_SIZE,
+                batch_size=options.at_once or BATCH_SIZE,
                 overrides=overrides,
                 console=console,
             )
@@ -297,7 +281,7 @@ def compare_models(
             assertions=count_assertions(results) if results else None,
             benchmarks=benchmarks,
             notes=notes,
-            folder=str(out),
+            folder=str(options.out),
         )
         folder.write_result(result.to_dict())
         return result

@@ -34,6 +34,7 @@ from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.models.digest import model_digest
 from valence.network import hub_problem
+from valence.options import CompareOptions
 from valence.reports.console import Progress
 from valence.storage import add_checksum, read_json, verify
 from valence.targets import load_target
@@ -71,6 +72,32 @@ class BenchmarkTasks:
     num_fewshot: int | None = None
     limit: int | None = None
     as_chat: bool | None = None
+
+
+def tasks_of(options: CompareOptions) -> BenchmarkTasks | None:
+    """The tasks of lm-eval that the options name. Raises UserError for options without effect."""
+    others = {
+        "--lm-eval-include": options.lm_eval_include or None,
+        "--lm-eval-fewshot": options.lm_eval_fewshot,
+        "--lm-eval-limit": options.lm_eval_limit,
+        "--lm-eval-chat": options.lm_eval_chat,
+    }
+    if options.lm_eval_tasks is not None:
+        return BenchmarkTasks(
+            names=tuple(filter(None, map(str.strip, options.lm_eval_tasks.split(",")))),
+            include=tuple(options.lm_eval_include),
+            num_fewshot=options.lm_eval_fewshot,
+            limit=options.lm_eval_limit,
+            as_chat=options.lm_eval_chat,
+        )
+    if unused := [name for name, value in others.items() if value is not None]:
+        raise UserError(
+            "the option has no effect without tasks",
+            code="option-unused",
+            where=unused[0],
+            fix="add --lm-eval-tasks, or remove it",
+        )
+    return None
 
 
 @dataclass(frozen=True)

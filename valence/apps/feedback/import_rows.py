@@ -51,6 +51,7 @@ from valence.data.importers.sources import (
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.errors import UserError
 from valence.jobs.row_job import refuse_inputs
+from valence.options import ImportOptions
 from valence.terminal import Terminal, print_message
 from valence.types import Origin
 
@@ -126,33 +127,25 @@ class ImportSummary:
         return summary
 
 
+CATEGORIES = {"up": True, "down": False}
+
+
 def import_feedback(
     source: str,
     files: Sequence[str],
-    out: Path,
+    options: ImportOptions,
     *,
-    url: str | None = None,
-    token_env: str | None = None,
-    since: str | None = None,
-    model: str | None = None,
-    options: ReadOptions | None = None,
-    is_complete: bool = False,
-    overwrite: bool = False,
     console: Console | None = None,
 ) -> ImportSummary:
-    """Add the votes of an export to those of earlier imports into ``out``, and write their rows.
+    """Add the votes of an export to those of earlier imports into ``options.out``, and write their
+    rows.
 
     ``out`` gets the rows of the source's main kind, and files next to it the other kinds; see
-    ``ImportStore``. files: of the export. url: of the tool's server, to read the votes from
-    instead. token_env: the environment variable with the server's key, by default the tool's
-    variable. since: an ISO date, or "last" for the newest vote of this source in ``out``; older
-    votes are skipped. model: skip votes on completions of other models. is_complete: the export
-    contains all votes of the tool, so stored votes that are not in it were withdrawn. overwrite:
-    replace files of rows that were edited.
+    ``ImportStore``. files: of the export.
 
     Raises UserError for invalid arguments, and if no vote can be used.
     """
-    name, options = source_name(source), options or ReadOptions()
+    name, reading, url = source_name(source), _reading(options), options.url
     console = console or Terminal()
     if bool(files) is bool(url):
         if files:
@@ -164,14 +157,14 @@ def import_feedback(
                 fix += "; or add --url to read from the server"
         where = f"valence import {command_name(name)}"
         raise UserError(problem, code="import-input", where=where, fix=fix)
-    if token_env is not None and not url:
+    if options.token_env is not None and not url:
         raise UserError(
             "--token-env has no effect without --url",
             code="option-unused",
             where="--token-env",
             fix="remove --token-env, or add --url to read from the server",
         )
-    if is_complete and since is not None:
+    if options.complete and options.since is not None:
         raise UserError(
             "--since skips votes of the export, but --complete removes stored votes that are not "
             "read",
@@ -179,23 +172,25 @@ def import_feedback(
             where="--complete",
             fix="remove --since or --complete",
         )
-    store = ImportStore(out, overwrite=overwrite)
+    store = ImportStore(options.out, overwrite=options.overwrite)
     refuse_inputs(store.paths, files)
     with store.locked():
         count = _counter(console)
         sources: set[str] = {name}
-        read: Iterable[Vote | Skipped] = _counted(read_votes(name, files, options), count)
+        read: Iterable[Vote | Skipped] = _counted(read_votes(name, files, reading), count)
         if source_of(name).is_plugin and not url:  # its votes may name the tool otherwise
             read = list(read)
             sources = {item.source for item in read if isinstance(item, Vote)} or sources
-        start = _start(since, [vote for vote in store.votes if vote.source in sources])
+        start = _start(options.since, [vote for vote in store.votes if vote.source in sources])
         if url:
-            read = pull_votes(name, url, options, start, token_env=token_env, progress=count)
-        votes, skipped = _select_votes(read, start, model)
+            read = pull_votes(
+                name, url, reading, start, token_env=options.token_env, progress=count
+            )
+        votes, skipped = _select_votes(read, start, options.model)
         stored = store.votes
-        if is_complete or (url and not start and source_of(name).lists_all_votes):
+        if options.complete or (url and not start and source_of(name).lists_all_votes):
             server = None
-            if url and not is_complete:
+            if url and not options.complete:
                 from valence.data.importers.pull import server_address
 
                 server, _ = server_address(url)
@@ -245,6 +240,30 @@ def import_feedback(
         agreement=agreeing,
         num_pairs_left_out=imported.num_pairs_left_out,
     )
+
+
+def _reading(options: ImportOptions) -> ReadOptions:
+    """What the reader of the export is told. Raises UserError for an invalid category."""
+    parts = ("prompt", "completion", "left", "right", "correction", "label")
+    return ReadOptions(
+        paths={name: path for name in parts if (path := getattr(options, name))},
+        score_names=tuple(options.score_name),
+        labels=dict(map(_category, options.category)),
+        includes_machine=options.include_machine,
+        keeps_reasoning=options.keep_reasoning,
+    )
+
+
+def _category(text: str) -> tuple[str, bool]:
+    name, _, word = text.rpartition("=")
+    if not name or word not in CATEGORIES:
+        raise UserError(
+            f"{text!r} does not map a category to up or down",
+            code="category-invalid",
+            where="--category",
+            fix="write NAME=up or NAME=down",
+        )
+    return name, CATEGORIES[word]
 
 
 def _start(since: str | None, stored: Sequence[Vote]) -> float:

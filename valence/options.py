@@ -1,0 +1,224 @@
+"""The options of commands: each is declared once, for the command and for the function below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What two models answer, who judges the answers, and where the result is written."""
+
+    prompts: Annotated[
+        list[str],
+        Option(metavar="FILE", help="File of held-out prompts for both models. Can be repeated."),
+    ] = field(default_factory=list[str])
+    judge: Annotated[
+        list[str],
+        Option(
+            metavar="REWARD",
+            help="Judge of the answers: a rule, a function (package.module:function), a reward "
+            "model or the address of a server, or a section as in a recipe ("
+            "'{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
+            "has a win rate.",
+        ),
+    ] = field(default_factory=list[str])
+    out: Annotated[
+        Path,
+        Option(
+            metavar="FOLDER",
+            help="Folder for the answers, the verdicts, compare.json and report.html. Rerun with "
+            "the same folder to resume.",
+        ),
+    ] = Path("comparison")
+    assertions: Annotated[
+        list[str],
+        Option(
+            metavar="FILE",
+            help="File of prompts with a column `assert`. Both models answer them; judges do not "
+            "compare these answers. Can be repeated. Prompts of --prompts may have assertions too.",
+        ),
+    ] = field(default_factory=list[str])
+    votes: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="The --out file of `valence collect BASELINE CANDIDATE`: its raters become "
+            "another judge. Without --prompts, no answers are sampled.",
+        ),
+    ] = None
+    lm_eval: Annotated[
+        tuple[Path, Path] | None,
+        Option(
+            metavar="BASELINE CANDIDATE",
+            help="The --output_path of lm_eval for both models, or a result file of each. Without "
+            "--prompts, no model answers.",
+        ),
+    ] = None
+    lm_eval_tasks: Annotated[
+        str | None,
+        Option(
+            metavar="TASKS",
+            help="Evaluate both models on tasks, groups or tags of lm-eval, separated by commas, "
+            "such as arc_easy,hellaswag; or on YAML files of tasks. Without --prompts, no model "
+            "answers prompts.",
+        ),
+    ] = None
+    lm_eval_include: Annotated[
+        list[Path],
+        Option(
+            metavar="FOLDER",
+            help="A folder with YAML files of your own tasks for lm-eval. Can be repeated.",
+        ),
+    ] = field(default_factory=list[Path])
+    lm_eval_fewshot: Annotated[
+        int | None,
+        Option(min=0, help="Examples before each question. Default: those of the task."),
+    ] = None
+    lm_eval_limit: Annotated[
+        int | None,
+        Option(min=1, help="Ask only the first N questions of each task, to try it out."),
+    ] = None
+    lm_eval_chat: Annotated[
+        bool | None,
+        Option(
+            help="Ask the questions of lm-eval with the chat templates of the models, or as plain "
+            "text. Default: with chat templates if the models are prompted with them.",
+        ),
+    ] = None
+    labels: Annotated[
+        list[str],
+        Option(
+            metavar="FILE",
+            help="File of thumbs or pairs from people. First measures how well each judge agrees "
+            "with them. Can be repeated.",
+        ),
+    ] = field(default_factory=list[str])
+    min_agreement: Annotated[
+        float | None,
+        Option(
+            min=0.0,
+            max=1.0,
+            help="Refuse a judge with less agreement with --labels than this. Default: 0.6.",
+        ),
+    ] = None
+    allow_below: Annotated[
+        bool, Option("--allow-below", help="Accept judges below --min-agreement.")
+    ] = False
+    tag: Annotated[
+        str | None,
+        Option(
+            metavar="COLUMN",
+            help="Column of the prompts to group the win rates by. Default: tags or tag.",
+        ),
+    ] = None
+    max_failed: Annotated[
+        float,
+        Option(
+            min=0.0,
+            max=1.0,
+            help="Fail if a judge gives no verdict on more than this fraction of the prompts.",
+        ),
+    ] = 0.1
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens per answer.")] = 256
+    temperature: Annotated[
+        float, Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")
+    ] = 0.7
+    top_p: Annotated[
+        float,
+        Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the smallest set of most likely tokens with this total probability.",
+        ),
+    ] = 1.0
+    at_once: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Answers per batch. If the command is killed, at most one batch is lost. Default: "
+            "64.",
+        ),
+    ] = None
+    seed: Annotated[
+        int, Option(help="Random seed of the answers and of the confidence intervals.")
+    ] = 0
+    fresh: Annotated[
+        bool,
+        Option("--fresh", help="Rename the folder of an earlier comparison, and start over."),
+    ] = False
+
+
+def _path_option(meaning: str) -> Any:
+    """An option for the place of one part of a row in an export."""
+    return Option(metavar="PATH", help=f"Dotted path of {meaning} in the export.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Which votes of an export are imported, and where their rows are written."""
+
+    out: Annotated[
+        Path,
+        Option(
+            help="Write the rows to this .jsonl file, and rows of other kinds to files next to it. "
+            "Repeat the command to add newer votes.",
+        ),
+    ] = Path("feedback.jsonl")
+    since: Annotated[
+        str | None,
+        Option(
+            metavar="DATE|last",
+            help="Skip older votes: an ISO date, or `last` for the newest vote in --out.",
+        ),
+    ] = None
+    model: Annotated[str | None, Option(help="Skip votes on completions of other models.")] = None
+    url: Annotated[
+        str | None, Option(help="Read from the tool's server instead of from files.")
+    ] = None
+    token_env: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="With --url: environment variable that contains the server's API key. Default: "
+            "the tool's own variable, such as LANGSMITH_API_KEY.",
+        ),
+    ] = None
+    prompt: Annotated[str | None, _path_option("the prompt")] = None
+    completion: Annotated[str | None, _path_option("the rated completion")] = None
+    left: Annotated[str | None, _path_option("the first of two compared completions")] = None
+    right: Annotated[str | None, _path_option("the second compared completion")] = None
+    correction: Annotated[str | None, _path_option("a corrected completion")] = None
+    label: Annotated[str | None, _path_option("the vote")] = None
+    score_name: Annotated[
+        list[str], Option(help="Name of a score to import as feedback. Can be repeated.")
+    ] = field(default_factory=list[str])
+    category: Annotated[
+        list[str],
+        Option(
+            metavar="NAME=up|down",
+            help="Import a category as thumbs up or down, e.g. good=up. Can be repeated.",
+        ),
+    ] = field(default_factory=list[str])
+    include_machine: Annotated[
+        bool,
+        Option("--include-machine", help="Also import scores that models and programs gave."),
+    ] = False
+    keep_reasoning: Annotated[
+        bool, Option("--keep-reasoning", help="Keep reasoning blocks in completions.")
+    ] = False
+    complete: Annotated[
+        bool,
+        Option(
+            "--complete",
+            help="The export contains all votes of the tool: remove stored votes that are not in "
+            "it, because they were withdrawn.",
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace output files that were edited.")
+    ] = False
