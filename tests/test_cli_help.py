@@ -112,11 +112,11 @@ def test_a_shell_completes_commands_options_and_names_of_settings(
 @pytest.mark.parametrize(("line", "results"), [
     ("valence check ", ["one.yaml", "more/two.yml"]),
     ("valence check ./mo", ["./more/two.yml"]),
-    ("valence train ", ["runs/first"]),
+    ("valence train ", ["runs/first", "one.yaml", "more/two.yml"]),
     ("valence train runs/first/", ["runs/first/"]),
     ("valence evaluate r", ["runs/first"]),
     ("valence docs online_k", ["online_kto"]),
-    ("valence docs ex", ["exact_match"]),
+    ("valence docs exact", ["exact_match"]),
     ("valence train one.yaml train.schedule=co", ["cosine", "constant"]),
     ("valence train one.yaml train.compile=o", ["on", "off"]),
     ("valence train nowhere/x", []),

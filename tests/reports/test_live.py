@@ -22,6 +22,7 @@ from valence.reports.console import (
     Progress,
     sparkline,
 )
+from valence.terminal import Terminal
 
 RECORD = {
     "step": 3,
@@ -279,15 +280,13 @@ def test_elsewhere_it_is_plain_lines() -> None:
         assert len(message) == 4
 
 
-def test_quiet_prints_nothing() -> None:
-    console = terminal()
-    with (
-        board_of(console) as board,
-        Progress(console, "evaluating (eval)", 2, quiet=True),
-    ):
+def test_a_console_for_warnings_shows_no_dashboard() -> None:
+    output = io.StringIO()
+    console = Terminal(warnings_only=True, file=output, force_terminal=True)
+    with board_of(console) as board, Progress(console, "evaluating (eval)", 2):
         board.record(RECORD)
         board.update(1)
-    assert written(console) == ""
+    assert output.getvalue() == ""
 
 
 def test_unchanged_content_is_not_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:

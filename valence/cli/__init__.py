@@ -145,6 +145,7 @@ def valence(
     ] = False,
 ) -> None:
     del version
+    console.warnings_only = False  # several commands may run in one process
 
 
 __all__ = [

@@ -67,26 +67,19 @@ def report(
     Unfinished runs are reported with the data so far. An A/B test may be looked at at any time: the
     error probability stays at most 5 %.
     """
-    files = [path for path in paths or () if path.is_file()]
-    is_test = bool(files) or any(path.suffix == ".jsonl" for path in paths or ())
+    paths = paths or []
+    is_test = len(paths) == 1 and (paths[0].is_file() or paths[0].suffix == ".jsonl")
     lists = not is_test and (list_only or not paths or as_json)
     _refuse_unused(
         {"--list": list_only and is_test, "--out": out is not None, "--md": md},
         is_used=not (lists or is_test),
     )
     if is_test:
-        if paths is None or len(paths) > 1:
-            raise UserError(
-                "the result of an A/B test is shown alone",
-                code="option-conflict",
-                where=str(files[0]),
-                fix="name only the file of one A/B test, or only runs",
-            )
         _show_test(paths[0], as_json)
     elif lists:
         _list_runs(paths or [RUNS], as_json)
     else:
-        _report(paths or [], out, md)
+        _report(paths, out, md)
 
 
 def _refuse_unused(options: dict[str, bool], *, is_used: bool) -> None:

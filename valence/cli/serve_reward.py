@@ -37,8 +37,8 @@ def serve_reward(
     from valence.apps.serve.reward_batches import Limits
     from valence.apps.serve.reward_server import serve
 
-    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    service = reward_service(target, overrides, Limits(**given), token=token, ends=ends)
+    fields: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    service = reward_service(target, overrides, Limits(**fields), token=token, ends=ends)
     serve(
         service,
         host=host,

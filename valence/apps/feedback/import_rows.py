@@ -243,7 +243,7 @@ def import_feedback(
 
 
 def _reading(options: ImportOptions) -> ReadOptions:
-    """What the reader of the export is told. Raises UserError for an invalid category."""
+    """The settings of the reader of the export. Raises UserError for an invalid category."""
     parts = ("prompt", "completion", "left", "right", "correction", "label")
     return ReadOptions(
         paths={name: path for name in parts if (path := getattr(options, name))},
