@@ -15,8 +15,7 @@ from typer.main import get_command
 
 from tests.arch.source import ROOT
 from tests.command import command as valence
-from valence import cli
-from valence.cli import complete
+from valence import cli, completion
 from valence.cli.guide import COMMANDS, HELP
 from valence.methods import METHODS, ONLINE
 
@@ -26,8 +25,8 @@ def test_help_and_completion_do_not_wait_for_torch() -> None:
     code = """
 import sys
 from valence import cli
-from valence.cli import complete
-assert complete.methods("online_k") == ["online_kto"]
+from valence import completion
+assert completion.methods("online_k") == ["online_kto"]
 sys.argv = ["valence", "train", "--help"]
 try:
     cli.main()
@@ -128,4 +127,4 @@ def test_a_shell_completes_files_and_names(
 
 
 def test_methods_are_those_that_there_are() -> None:
-    assert sorted(complete.methods("")) == sorted({*METHODS, *ONLINE})
+    assert sorted(completion.methods("")) == sorted({*METHODS, *ONLINE})

@@ -12,8 +12,7 @@ from tests.command import command as valence
 from tests.command import command_error
 from tests.errors import check_error
 from tests.jobs.chat_log import chat_log, entry, write_export
-from valence import cli
-from valence.cli import complete
+from valence import cli, completion
 from valence.data.importers.records import SKIP_REASONS
 from valence.data.importers.sources import SOURCES
 from valence.data.load import DataFile, load
@@ -225,4 +224,4 @@ def test_the_list_has_every_source(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_shell_completes_sources() -> None:
-    assert [name for name, _ in complete.feedback_sources("lang")] == ["langfuse", "langsmith"]
+    assert [name for name, _ in completion.feedback_sources("lang")] == ["langfuse", "langsmith"]

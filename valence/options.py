@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from valence import completion
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
@@ -222,3 +224,57 @@ class ImportOptions:
     overwrite: Annotated[
         bool, Option("--overwrite", help="Replace output files that were edited.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The trials of a sweep, and how they are run."""
+
+    out: Annotated[Path, Option(help="Folder of the sweep. Rerun with the same folder to resume.")]
+    over: Annotated[
+        list[str],
+        Option(
+            metavar="KEY=VALUE,VALUE...",
+            help="A setting and the values to try. Several settings can follow one --over. "
+            "`recommended`: the recommended values for the method. With --search optuna also a "
+            "range, such as train.learning_rate=1e-7:1e-5:log.",
+            autocompletion=completion.settings,
+        ),
+    ] = field(default_factory=list[str])
+    seeds: Annotated[
+        int,
+        Option(
+            min=1, help="Train each configuration with N seeds, to tell differences from noise."
+        ),
+    ] = 1
+    objective: Annotated[
+        str | None,
+        Option(
+            metavar="NAME[:max|:min]",
+            help="Metric on held-out rows to compare. Default: the metric that the run report "
+            "judges by.",
+        ),
+    ] = None
+    search: Annotated[
+        str | None, Option(help="`optuna`: choose each configuration by the results so far.")
+    ] = None
+    trials: Annotated[
+        int | None, Option(min=1, help="With --search: number of configurations. Default: 20.")
+    ] = None
+    baseline: Annotated[
+        bool, Option(help="Also try the values of the recipe, if they are not in the grid.")
+    ] = True
+    stop_early: Annotated[
+        bool,
+        Option(
+            "--stop-early",
+            help="Stop trials whose held-out metric is worse than the median of the finished "
+            "trials at the same step. Rerun without it to continue them.",
+        ),
+    ] = False
+    nproc: Annotated[int | None, Option(min=1, help="Run each trial in N processes.")] = None
+
+    @property
+    def num_trials(self) -> int | None:
+        """Trials of a search; None for a complete grid."""
+        return (self.trials or 20) if self.search else None

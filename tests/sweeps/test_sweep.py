@@ -19,6 +19,7 @@ from valence.apps.sweep import run
 from valence.apps.sweep.run import SweepRunner
 from valence.apps.sweep.sweep import run_sweep
 from valence.errors import UserError
+from valence.options import SweepOptions
 from valence.storage import Lock, holder
 
 
@@ -195,9 +196,9 @@ def test_a_recipe_that_is_edited_between_two_trials_ends_the_sweep(place: Path) 
         text = Path("recipe.yaml").read_text()
         Path("recipe.yaml").write_text(text.replace("train: {", "train: {batch_size: 3, "))
 
-    over = ["loss.beta=0.03,0.1,0.3"]
+    options = SweepOptions(over=["loss.beta=0.03,0.1,0.3"], out=Path("sweep"))
     with pytest.raises(UserError) as caught:
-        run_sweep(Path("recipe.yaml"), [], over, Path("sweep"), Console(), on_trial=edit)
+        run_sweep(Path("recipe.yaml"), [], options, Console(), on_trial=edit)
     assert caught.value.code == "sweep-differs"
     assert list(states().values()) == ["done", "waiting", "waiting"]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.collect import NoToken, Rater, make_tokens
 from valence.cli.common import (
     AllowedHost,
@@ -43,7 +43,7 @@ def audit(
             metavar="MODEL|RUN",
             help="Model folder, hub id, run or recipe. Lists labels that contradict a classifier "
             "on this model's hidden states.",
-            autocompletion=complete.run_folders,
+            autocompletion=completion.run_folders,
         ),
     ] = None,
     review: Annotated[
@@ -224,7 +224,7 @@ def select(
             metavar="MODEL|RUN",
             help="Model folder, hub id, run or recipe. Prompts and answers are compared by this "
             "model's hidden states.",
-            autocompletion=complete.run_folders,
+            autocompletion=completion.run_folders,
         ),
     ],
     out: Annotated[

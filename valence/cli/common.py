@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.guide import HELP
 from valence.errors import UserError, install_command
 from valence.terminal import Terminal, print_warning
@@ -41,12 +41,14 @@ app = typer.Typer(
 console = Terminal()
 
 RecipeArg = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=completion.recipes)
 ]
 RunArg = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="A run folder, such as runs/first.", autocompletion=complete.run_folders
+        metavar="RUN",
+        help="A run folder, such as runs/first.",
+        autocompletion=completion.run_folders,
     ),
 ]
 Overrides = Annotated[
@@ -55,7 +57,7 @@ Overrides = Annotated[
         metavar="KEY=VALUE",
         help="Settings to override, e.g. train.seed=1. `valence check RECIPE --all` lists all "
         "settings.",
-        autocompletion=complete.settings,
+        autocompletion=completion.settings,
     ),
 ]
 
@@ -65,7 +67,7 @@ ModelOverrides = Annotated[
         metavar="KEY=VALUE",
         help="Settings to override, e.g. data.as_chat=true. `valence check RECIPE --all` lists "
         "all settings.",
-        autocompletion=complete.settings,
+        autocompletion=completion.settings,
     ),
 ]
 

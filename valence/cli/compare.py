@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import (
     GATE_FAILED,
     ModelOverrides,
@@ -48,7 +48,7 @@ def compare(
             metavar="BASELINE",
             help="Model to compare with: a run folder, a recipe for its model before training, "
             "or the folder or hub id of a model.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ],
     candidate: Annotated[
@@ -57,7 +57,7 @@ def compare(
             metavar="CANDIDATE",
             help="Model that should be better: a run folder, a recipe, or the folder or hub id "
             "of a model.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ],
     options: CompareOptions,

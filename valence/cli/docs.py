@@ -10,7 +10,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import app, console, table_of_settings
 from valence.errors import UserError
 from valence.terminal import print_message, write_line
@@ -28,7 +28,7 @@ def docs(
             metavar="NAME",
             help="A method or loss such as `kto`, a reward rule such as `exact_match`, or a page "
             "such as `start`.",
-            autocompletion=complete.topics,
+            autocompletion=completion.topics,
         ),
     ] = None,
 ) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import MISTAKE, Overrides, app, console
 from valence.terminal import json_line, print_message, write_line
 
@@ -22,7 +22,7 @@ def doctor(
         typer.Argument(
             metavar="RECIPE",
             help="Also check what this recipe needs.",
-            autocompletion=complete.recipes,
+            autocompletion=completion.recipes,
         ),
     ] = None,
     overrides: Overrides = None,

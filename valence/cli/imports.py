@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import Quiet, app, console, json_console, stoppable
 from valence.cli.options import with_options
 from valence.errors import UserError
@@ -25,7 +25,7 @@ def import_(
             metavar="SOURCE",
             help="Tool that the export is from, or the import path of an importer. --list shows "
             "all tools.",
-            autocompletion=complete.feedback_sources,
+            autocompletion=completion.feedback_sources,
         ),
     ] = None,
     files: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import app, console, data_file
 from valence.errors import UserError
 from valence.terminal import print_message
@@ -34,7 +34,7 @@ def init(
             metavar="NAME",
             help="Write a recipe that comes with Valence instead, such as online_grpo. `valence "
             "docs` lists them.",
-            autocompletion=complete.shipped_recipes,
+            autocompletion=completion.shipped_recipes,
         ),
     ] = None,
     model: Annotated[
@@ -51,7 +51,7 @@ def init(
             "--method",
             help="Method to train with. Default: by the rows (kto for thumbs and scores, dpo for "
             "pairs, sft for demonstrations).",
-            autocompletion=complete.methods,
+            autocompletion=completion.methods,
         ),
     ] = None,
     out: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import (
     ModelOverrides,
     Nproc,
@@ -76,7 +76,7 @@ def evaluate(
         typer.Argument(
             metavar="RUN|RECIPE",
             help="A run folder, or a recipe to evaluate its model before training.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ],
     overrides: ModelOverrides = None,
@@ -150,7 +150,7 @@ def sample(
             metavar="RUN|RECIPE|MODEL",
             help="A run folder, a recipe to sample from its model before training, or the folder "
             "or hub id of a model or adapter.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ],
     overrides: ModelOverrides = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import app, console
 from valence.errors import UserError
 from valence.storage import writing
@@ -30,7 +30,7 @@ def report(
             metavar="RUN|FILE...",
             help="Run folders, folders that contain runs, or the --out file of `valence serve` "
             "with two models. Default: list the runs in the folder runs.",
-            autocompletion=complete.run_folders,
+            autocompletion=completion.run_folders,
         ),
     ] = None,
     list_only: Annotated[

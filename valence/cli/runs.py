@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import (
     NOTHING_STARTED,
     Allow,
@@ -56,7 +56,7 @@ def train(
         typer.Argument(
             metavar="RECIPE|RUN",
             help="A YAML recipe, or the folder of a run to resume.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ],
     overrides: Overrides = None,
@@ -246,7 +246,7 @@ def score(
             metavar="RECIPE|MODEL|RUN",
             help="A recipe. With --data, also the folder or hub id of a model, or a run folder. "
             "Optional with --reward, if the rows have token ids, as those of `valence sample`.",
-            autocompletion=complete.runs_or_recipes,
+            autocompletion=completion.runs_or_recipes,
         ),
     ] = None,
     overrides: Overrides = None,

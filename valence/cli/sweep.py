@@ -11,10 +11,12 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from valence.cli import complete
+from valence import completion
 from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console
+from valence.cli.options import with_options
 from valence.cli.stream import must_be_open, stdout_to_stderr
 from valence.errors import UserError
+from valence.options import SweepOptions
 from valence.terminal import json_line, print_message, print_warning, write_line
 
 if TYPE_CHECKING:
@@ -67,73 +69,18 @@ def missing_over(words: Sequence[str]) -> UserError | None:
 
 
 @app.command(cls=_SweepCommand)
+@with_options
 def sweep(
     recipe: RecipeArg,
-    out: Annotated[
-        Path,
-        typer.Option("--out", help="Folder of the sweep. Rerun with the same folder to resume."),
-    ],
+    options: SweepOptions,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
             help="Settings of all trials, before --over.",
-            autocompletion=complete.settings,
+            autocompletion=completion.settings,
         ),
     ] = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            OVER,
-            metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try. Several settings can follow one --over. "
-            "`recommended`: the recommended values for the method. With --search optuna also a "
-            "range, such as train.learning_rate=1e-7:1e-5:log.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            "--seeds",
-            min=1,
-            help="Train each configuration with N seeds, to tell differences from noise.",
-        ),
-    ] = 1,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            "--objective",
-            metavar="NAME[:max|:min]",
-            help="Metric on held-out rows to compare. Default: the metric that the run report "
-            "judges by.",
-        ),
-    ] = None,
-    search: Annotated[
-        str | None,
-        typer.Option("--search", help="`optuna`: choose each configuration by the results so far."),
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            "--trials", min=1, help="With --search: number of configurations. Default: 20."
-        ),
-    ] = None,
-    baseline: Annotated[
-        bool,
-        typer.Option(
-            "--baseline/--no-baseline",
-            help="Also try the values of the recipe, if they are not in the grid.",
-        ),
-    ] = True,
-    stop_early: Annotated[
-        bool,
-        typer.Option(
-            "--stop-early",
-            help="Stop trials whose held-out metric is worse than the median of the finished "
-            "trials at the same step. Rerun without it to continue them.",
-        ),
-    ] = False,
     quiet: Quiet = False,
     as_json: Annotated[
         bool,
@@ -143,9 +90,6 @@ def sweep(
             "output goes to standard error.",
         ),
     ] = False,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Run each trial in N processes.")
-    ] = None,
 ) -> None:
     """Train a recipe with every combination of some settings, and compare the results.
 
@@ -154,19 +98,11 @@ def sweep(
     whether differences exceed the noise of seeds.
     """
     must_be_open(as_json)
-    arguments = {
-        "num_seeds": seeds,
-        "objective": objective,
-        "num_trials": (trials or 20) if search else None,
-        "has_baseline": baseline,
-        "command": command_line(),
-    }
-    options = {"nproc": nproc, "stops_early": stop_early}
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
-        _check_options(search, trials)
-        if not over and (error := missing_over(overrides or [])):
+        _check_options(options.search, options.trials)
+        if not options.over and (error := missing_over(overrides or [])):
             raise error
-        status = _sweep(recipe, overrides or [], over or [], out, stream, options, arguments)
+        status = _sweep(recipe, overrides or [], options, stream)
     raise typer.Exit(status)
 
 
@@ -216,15 +152,11 @@ def _check_options(search: str | None, trials: int | None) -> None:
 def _sweep(
     recipe: Path,
     overrides: list[str],
-    over: list[str],
-    out: Path,
+    options: SweepOptions,
     stream: IO[str] | None,
-    options: dict[str, Any],
-    arguments: dict[str, Any],
 ) -> int:
     """Run the sweep, print its table or its JSON lines, and return the exit status."""
     from valence.apps.sweep.results import conclusions_of, terminal_table
-    from valence.apps.sweep.run import SweepOptions
     from valence.apps.sweep.sweep import run_sweep
 
     def print_trial(state: SweepState, trial: Trial) -> None:
@@ -235,15 +167,9 @@ def _sweep(
             write_line(json_line(line), stream)
 
     state, stopped = run_sweep(
-        recipe,
-        overrides,
-        over,
-        out,
-        console,
-        options=SweepOptions(**options),
-        on_trial=print_trial,
-        **arguments,
+        recipe, overrides, options, console, command=command_line(), on_trial=print_trial
     )
+    out = options.out
     failed = state.results["failed"]
     status = stopped.status if stopped else MISTAKE if failed else 0
     console.print(terminal_table(state))

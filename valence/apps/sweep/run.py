@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from valence.apps.sweep.state import LOGS, REFERENCE, SweepState, Trial
 from valence.config.schema import seconds_of
 from valence.distributed.launcher import STOPPED, end_with_parent
 from valence.errors import UserError
+from valence.options import SweepOptions
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
@@ -69,14 +69,6 @@ class Search(Protocol):
     def report(self, state: SweepState) -> None:
         """Take notice of a trial that has ended."""
         ...
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """How trials are run. nproc: processes of each. stops_early: by the median rule."""
-
-    nproc: int | None = None
-    stops_early: bool = False
 
 
 class Signals:
@@ -150,11 +142,11 @@ class SweepRunner:
     def _next(self) -> Trial | None:
         """The next trial to run. Trials that failed in an earlier start are tried again."""
         for trial in self.state.included:
-            if trial.state == "stopped" and not self.options.stops_early:
+            if trial.state == "stopped" and not self.options.stop_early:
                 trial.state, trial.reason = "waiting", ""
             if trial.state in ("done", "stopped") or trial.name in self._attempted:
                 continue
-            if self.options.stops_early and (other := self._stopped_seed(trial)):
+            if self.options.stop_early and (other := self._stopped_seed(trial)):
                 trial.state = "stopped"
                 trial.reason = f"not started: seed={other.seed} was stopped early"
                 continue
@@ -345,7 +337,7 @@ class SweepRunner:
 
     def _should_stop_by_history(self, trial: Trial, run_dir: Path) -> bool:
         """Whether the evaluations that an interrupted trial has already made stop it."""
-        if not self.options.stops_early or not (run_dir / "metrics.jsonl").exists():
+        if not self.options.stop_early or not (run_dir / "metrics.jsonl").exists():
             return False
         history = self._history(read_run(run_dir))
         return any(self._stop_early(trial, step, v, run_dir) for step, v in sorted(history.items()))
@@ -355,7 +347,7 @@ class SweepRunner:
         step. The decision is stored before the trial ends, so that it stays the same after a kill.
         """
         total = _read_facts(run_dir).get("total_steps") or 0
-        if not self.options.stops_early or not total * MIN_SHARE <= step < total:
+        if not self.options.stop_early or not total * MIN_SHARE <= step < total:
             return False
         for other in self.state.included:
             other_dir = self.state.run_dir(other)

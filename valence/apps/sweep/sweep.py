@@ -11,48 +11,42 @@ from rich.console import Console
 from valence.apps.sweep.grid import Grid
 from valence.apps.sweep.objective import Objectives
 from valence.apps.sweep.results import compute_results, write_sweep_page
-from valence.apps.sweep.run import Search, StopRequestedError, SweepOptions, SweepRunner
+from valence.apps.sweep.run import Search, StopRequestedError, SweepRunner
 from valence.apps.sweep.search import OptunaSearch, num_searched
 from valence.apps.sweep.state import TRIALS, SweepState, Trial, locked_folder
 from valence.errors import UserError
+from valence.options import SweepOptions
 from valence.terminal import print_message
 
 
 def run_sweep(
     recipe: Path,
     overrides: Sequence[str],
-    over: Sequence[str],
-    folder: Path,
+    options: SweepOptions,
     console: Console,
     *,
-    num_seeds: int = 1,
-    objective: str | None = None,
-    num_trials: int | None = None,
-    has_baseline: bool = True,
-    options: SweepOptions | None = None,
     command: str = "",
     on_trial: Callable[[SweepState, Trial], None] = lambda *_: None,
 ) -> tuple[SweepState, StopRequestedError | None]:
     """Run the trials of a sweep that are not done yet, and write ``sweep.json`` and ``sweep.html``.
 
-    num_trials: of a search with Optuna; None for a complete grid. has_baseline: also try the
-    recipe's values. Returns the state, and why it ended before the last trial, if it did.
+    Returns the state, and why it ended before the last trial, if it did.
 
     Raises UserError for mistakes in the grid or the recipe, for a folder that is in use or holds
     something else, and for a sweep with other settings in the folder.
     """
-    options = options or SweepOptions()
-    grid = Grid(recipe, overrides, over)
-    objectives = Objectives(grid.base, list(grid.axes), objective)
+    folder, num_trials = options.out, options.num_trials
+    grid = Grid(recipe, overrides, options.over)
+    objectives = Objectives(grid.base, list(grid.axes), options.objective)
     configurations = grid.expand() if num_trials is None else []
-    if has_baseline and not any(c.is_default for c in configurations):
+    if options.baseline and not any(c.is_default for c in configurations):
         configurations = [grid.default, *configurations]
-    seeds = range(grid.base.recipe.train.seed, grid.base.recipe.train.seed + num_seeds)
+    seeds = range(grid.base.recipe.train.seed, grid.base.recipe.train.seed + options.seeds)
     with locked_folder(folder):
         state = SweepState(folder)
         if warning := state.load():
             print_message(console, warning, "yellow")
-        _check_kind(state, over, num_trials is not None)
+        _check_kind(state, options.over, num_trials is not None)
         state.check_settings(grid.base, list(grid.axes))
         searched = [t for t in state.trials if t.number is not None]
         state.trials = [t for t in state.trials if t.number is None]
@@ -61,13 +55,13 @@ def run_sweep(
         state.definition = {
             "recipe": str(recipe),
             "overrides": list(overrides),
-            "over": list(over),
+            "over": list(options.over),
             "seeds": list(seeds),
             "search": None if num_trials is None else {"optuna": num_trials},
-            "stop_early": options.stops_early,
+            "stop_early": options.stop_early,
             "command": command,
         }
-        _forget_other_objective(state, objective)
+        _forget_other_objective(state, options.objective)
         (folder / TRIALS).mkdir(exist_ok=True)
         state.save()
         search: Search | None = None
