@@ -278,3 +278,55 @@ class SweepOptions:
     def num_trials(self) -> int | None:
         """Trials of a search; None for a complete grid."""
         return (self.trials or 20) if self.search else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Number of completions per prompt, and sampling parameters.
+
+    None: as in the recipe's ``rollout`` section.
+    """
+
+    n: Annotated[
+        int | None,
+        Option(
+            "-n",
+            min=1,
+            max=65536,
+            metavar="N",
+            help="Answers per prompt. Default: rollout.num_rollouts of a recipe with a reward, "
+            "else 1.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Option(
+            min=0.0,
+            help="Sampling temperature; 0 takes the most likely token. Default: the recipe's "
+            "rollout.temperature, else 0.7 (1 with --out).",
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Option(
+            help="Sample from the smallest set of most likely tokens with this total probability. "
+            "Default: the recipe's rollout.top_p, else 1.",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Maximum tokens per answer. Default: the recipe's rollout.max_new_tokens, else "
+            "256 (512 with --out).",
+        ),
+    ] = None
+    at_once: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Answers per batch. If the command is killed, at most one batch is lost. "
+            "Default: 64.",
+        ),
+    ] = None
+    seed: Annotated[int, Option(help="Random seed of the answers.")] = 0

@@ -24,49 +24,16 @@ from valence.cli.common import (
     processes,
     stoppable,
 )
+from valence.cli.options import with_options
 from valence.errors import UserError
 from valence.files import check_path
+from valence.options import Draws
 from valence.storage import writing
 from valence.terminal import Terminal, print_message
 from valence.types import Chat, Message
 
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
-
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-new-tokens",
-        min=1,
-        help="Maximum tokens per answer. Default: the recipe's rollout.max_new_tokens, else 256 "
-        "(512 with --out).",
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        min=0.0,
-        help="Sampling temperature; 0 takes the most likely token. Default: the recipe's "
-        "rollout.temperature, else 0.7 (1 with --out).",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Sample from the smallest set of most likely tokens with this total probability. "
-        "Default: the recipe's rollout.top_p, else 1.",
-    ),
-]
-AtOnce = Annotated[
-    int | None,
-    typer.Option(
-        "--at-once",
-        min=1,
-        help="Answers per batch. If the command is killed, at most one batch is lost. Default: 64.",
-    ),
-]
 
 
 @app.command()
@@ -143,6 +110,7 @@ def evaluate(
 
 
 @app.command()
+@with_options
 def sample(
     target: Annotated[
         str,
@@ -153,6 +121,7 @@ def sample(
             autocompletion=completion.runs_or_recipes,
         ),
     ],
+    draws: Draws,
     overrides: ModelOverrides = None,
     prompt: Annotated[
         list[str] | None,
@@ -171,25 +140,9 @@ def sample(
             "reward.",
         ),
     ] = None,
-    number: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            min=1,
-            max=65536,
-            metavar="N",
-            help="Answers per prompt. Default: rollout.num_rollouts of a recipe with a reward, "
-            "else 1.",
-        ),
-    ] = None,
     system: Annotated[
         str | None, typer.Option("--system", help="Text of a system message before each --prompt.")
     ] = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    at_once: AtOnce = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the answers.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -224,9 +177,8 @@ def sample(
     }
     _check_file_options(out, fresh=fresh, append=append)
     with processes(nproc) as group, stoppable():
-        from valence.jobs.sample_rows import Draws, answers, sample_rows
+        from valence.jobs.sample_rows import answers, sample_rows
 
-        draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
         if out:
             files = {"fresh": fresh, "append": append, "command": command_line()}
             sample_rows(target, out, draws, **request, **files, console=console, group=group)

@@ -30,6 +30,7 @@ from valence.jobs.row_job import START_OVER, Line, RowJob, check_line
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
+from valence.options import Draws
 from valence.reports.formatting import number
 from valence.rollouts.protocol import Sampling
 from valence.storage import Journal, writing
@@ -55,43 +56,30 @@ HEAD_ROWS = 20
 """Rows to look at for the column of the prompts."""
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Number of completions per prompt, and sampling parameters.
-
-    None: as in the recipe's ``rollout`` section. Without a reward in the recipe, the default is one
-    completion, and for reading (``for_reading``) the values of ``READING_DEFAULTS``.
+def for_reading(draws: Draws, source: LoadedRecipe) -> Draws:
+    """Apply ``READING_DEFAULTS`` where neither the draws nor the recipe set a value, unless the
+    recipe has a reward.
     """
+    if source.recipe.reward:
+        return draws
+    unset = {
+        name: value
+        for name, value in READING_DEFAULTS.items()
+        if getattr(draws, name) is None and source.settings[f"rollout.{name}"].is_default
+    }
+    return replace(draws, **unset)
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_new_tokens: int | None = None
-    at_once: int | None = None
-    """Completions per batch; at most these are lost when the program is killed."""
-    seed: int = 0
 
-    def for_reading(self, source: LoadedRecipe) -> Draws:
-        """Apply ``READING_DEFAULTS`` where neither this object nor the recipe sets a value."""
-        if source.recipe.reward:
-            return self
-        unset = {
-            name: value
-            for name, value in READING_DEFAULTS.items()
-            if getattr(self, name) is None and source.settings[f"rollout.{name}"].is_default
-        }
-        return replace(self, **unset)
+def resolve(draws: Draws, rollout: Rollout, is_online: bool) -> tuple[int, int, Sampling]:
+    """Completions per prompt, completions per batch, and sampling parameters.
 
-    def resolve(self, rollout: Rollout, is_online: bool) -> tuple[int, int, Sampling]:
-        """Completions per prompt, completions per batch, and sampling parameters.
-
-        Raises UserError for a value out of range.
-        """
-        overrides = {name: value for name, value in asdict(self).items() if value is not None}
-        n = overrides.pop("n", rollout.num_rollouts if is_online else 1)
-        at_once = overrides.pop("at_once", rollout.at_once or DEFAULT_COMPLETIONS)
-        names = ("temperature", "top_p", "max_new_tokens")
-        return n, at_once, Sampling(**{name: getattr(rollout, name) for name in names} | overrides)
+    Raises UserError for a value out of range.
+    """
+    overrides = {name: value for name, value in asdict(draws).items() if value is not None}
+    n = overrides.pop("n", rollout.num_rollouts if is_online else 1)
+    at_once = overrides.pop("at_once", rollout.at_once or DEFAULT_COMPLETIONS)
+    names = ("temperature", "top_p", "max_new_tokens")
+    return n, at_once, Sampling(**{name: getattr(rollout, name) for name in names} | overrides)
 
 
 @dataclass(frozen=True)
@@ -142,7 +130,7 @@ def sample_rows(
     """
     sources, source = _sources(target, data, overrides, has_questions=bool(questions))
     recipe = source.recipe
-    n, at_once, sampling = draws.resolve(recipe.rollout, bool(recipe.reward))
+    n, at_once, sampling = resolve(draws, recipe.rollout, bool(recipe.reward))
     with RowJob(
         out,
         [s.path for s in sources],
@@ -233,7 +221,7 @@ def answers(
     prompts = _prompts(questions, sources, source.recipe.data.split)
     contents = [prompt.prompt for prompt in prompts]
     recipe = source.recipe
-    n, _, sampling = draws.for_reading(source).resolve(recipe.rollout, bool(recipe.reward))
+    n, _, sampling = resolve(for_reading(draws, source), recipe.rollout, bool(recipe.reward))
     run = open_run(target, overrides, group=group or SingleProcess(), at=at, console=console)
     check_can_generate(run.prepared.method, target)
     items = [TokenizedPrompt(k, p, _tokenize(run, p)) for k, p in enumerate(prompts)]

@@ -55,9 +55,9 @@ from valence.evaluation.summary import JudgeSummary, summarize
 from valence.files import check_path
 from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, replace_file
-from valence.jobs.sample_rows import Draws, load_prompts, prompt_columns, sample_rows
+from valence.jobs.sample_rows import load_prompts, prompt_columns, sample_rows
 from valence.models.loading import must_exist
-from valence.options import CompareOptions
+from valence.options import CompareOptions, Draws
 from valence.reports.console import Progress
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import (
@@ -227,12 +227,12 @@ def compare_models(
                 model.target,
                 folder.answers_path(model.side),
                 Draws(
-                    1,
-                    options.temperature,
-                    options.top_p,
-                    options.max_new_tokens,
-                    options.at_once,
-                    options.seed,
+                    n=1,
+                    temperature=options.temperature,
+                    top_p=options.top_p,
+                    max_new_tokens=options.max_new_tokens,
+                    at_once=options.at_once,
+                    seed=options.seed,
                 ),
                 data=[str(folder.path / PROMPTS)],
                 overrides=overrides,
