@@ -36,9 +36,9 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("docs") == 0
     listed = capsys.readouterr().out
-    assert {"tasks/thumbs", "rewards", "losses/thumbs"} <= set(listed.split())
+    assert {"tasks/thumbs", "online/rewards", "losses/thumbs"} <= set(listed.split())
     assert command("docs", "rewards") == 0
-    assert capsys.readouterr().out == pages()["rewards"].read_text(encoding="utf-8").rstrip() + "\n"
+    assert capsys.readouterr().out == pages()["online/rewards"].read_text(encoding="utf-8").rstrip() + "\n"
     assert page_text("tasks/thumbs.md") == page_text("tasks/thumbs")
     check_error(command_error("docs", "reward"), "argument-invalid", fix="use rewards")
 

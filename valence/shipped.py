@@ -77,7 +77,7 @@ def page_text(name: str) -> str:
     Raises UserError for an unknown name.
     """
     files = pages()
-    for page in sorted(files, key=lambda page: not page.startswith("tasks/")):
+    for page in sorted(files, key=lambda page: page.startswith(("api/", "losses/"))):
         files.setdefault(page.rsplit("/", 1)[-1], files[page])
     return _one(files, name.removesuffix(".md"), "page", "valence docs").read_text("utf-8")
 
