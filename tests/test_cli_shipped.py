@@ -38,7 +38,8 @@ def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     assert {"tasks/thumbs", "online/rewards", "losses/thumbs"} <= set(listed.split())
     assert command("docs", "rewards") == 0
-    assert capsys.readouterr().out == pages()["online/rewards"].read_text(encoding="utf-8").rstrip() + "\n"
+    page = pages()["online/rewards"].read_text(encoding="utf-8")
+    assert capsys.readouterr().out == page.rstrip() + "\n"
     assert page_text("tasks/thumbs.md") == page_text("tasks/thumbs")
     check_error(command_error("docs", "reward"), "argument-invalid", fix="use rewards")
 
