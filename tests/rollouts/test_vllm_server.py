@@ -3,7 +3,8 @@ trainer's to the last digits.
 
 Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The
 first and the last are started as docs/online/vllm.md shows. Their processes are forked (see
-``forked/``); one that starts them as it does by itself is in tests/training/online/test_vllm_run.py.
+``forked/``); one that starts them as it does by itself is in
+tests/training/online/test_vllm_run.py.
 """
 
 from __future__ import annotations
