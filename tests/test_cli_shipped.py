@@ -44,10 +44,11 @@ def test_recipes_are_listed_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("docs") == 0
     listed = capsys.readouterr().out
-    assert {"tasks/thumbs", "rewards", "losses/thumbs"} <= set(listed.split())
+    assert {"tasks/thumbs", "online/rewards", "losses/thumbs"} <= set(listed.split())
     assert command("docs", "rewards") == 0
-    assert capsys.readouterr().out == pages()["rewards"].read_text(encoding="utf-8").rstrip() + "\n"
-    assert find_page("tasks/thumbs.md") == pages()["tasks/thumbs"]
+    page = pages()["online/rewards"].read_text(encoding="utf-8")
+    assert capsys.readouterr().out == page.rstrip() + "\n"
+    assert find_page("online/vllm.md") == pages()["online/vllm"]
     check_error(command_error("docs", "rewrads"), "argument-invalid", fix="valence docs rewards")
 
 

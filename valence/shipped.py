@@ -85,9 +85,9 @@ def page_names() -> list[str]:
 def find_page(name: str) -> Path | None:
     """The page with a name, or whose last part is the name."""
     files = pages()
-    short = {page.rsplit("/", 1)[-1]: path for page, path in reversed(files.items())}
-    name = name.removesuffix(".md")
-    return files.get(name) or short.get(name)
+    for page in sorted(files, key=lambda page: page.startswith(("api/", "losses/"))):
+        files.setdefault(page.rsplit("/", 1)[-1], files[page])
+    return files.get(name.removesuffix(".md"))
 
 
 def title(text: str) -> str:

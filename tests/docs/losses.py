@@ -102,7 +102,7 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     "reward-models": (
         "Losses of reward models",
         "These losses train a model that scores completions. You can use it as a "
-        "[reward](../rewards.md). [Notation](index.md#notation) defines the symbols.",
+        "[reward](../online/rewards.md). [Notation](index.md#notation) defines the symbols.",
         lambda m: m.is_reward_model,
     ),
 }

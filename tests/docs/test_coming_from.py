@@ -125,7 +125,7 @@ def test_every_method_format_and_number_exists(page: Path) -> None:
     assert numbers
     message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
-        for name in ("metrics.md", "online-training.md")
+        for name in ("metrics.md", "online/training.md")
     )
     assert [name for name in numbers if f"`{name}`" not in message] == []
 
@@ -141,7 +141,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
         ] == []
     message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
-        for name in ("metrics.md", "online-training.md", "losses/policy-gradient.md")
+        for name in ("metrics.md", "online/training.md", "losses/policy-gradient.md")
     )
     numbers = [
         code

@@ -380,7 +380,7 @@ def test_the_format_of_the_worked_example_reads_a_row(monkeypatch: pytest.Monkey
 
 
 def test_every_rule_is_in_both_lists() -> None:
-    page = text("docs/rewards.md").partition("## Rules")[2].partition("\n## ")[0]
+    page = text("docs/online/rewards.md").partition("## Rules")[2].partition("\n## ")[0]
     members = re.search(r"members: \[(exact_match.*)\]", text("docs/api/rewards.md"))
     assert members is not None
     assert set(members[1].split(", ")) == set(RULES)

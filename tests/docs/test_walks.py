@@ -75,6 +75,12 @@ ADDED: dict[str, dict[str, str]] = {
         "sbatch examples/slurm/train.sbatch recipe.yaml "
         "run.dir=runs/first": "run.dir=runs/slurm train.epochs=500",
     },
+    "docs/online/rewards.md": {
+        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
+    },
+    "docs/online/training.md": {
+        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
+    },
     "docs/scale.md": {
         "torchrun --nproc-per-node 8 -m valence train recipe.yaml": f"run.dir=runs/torchrun {FEW}",
         "accelerate launch --num_processes 8 -m valence train "
@@ -93,12 +99,6 @@ ADDED: dict[str, dict[str, str]] = {
         "valence train recipes/reward_model.yaml run.dir=runs/judge": "model.dtype=float32 "
         "train.max_steps=1 data.limit=8",
     },
-    "docs/tasks/reward-function.md": {
-        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
-    },
-    "docs/tasks/reward-server.md": {
-        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
-    },
 }
 """By page and line: words that the test adds to what is shown, since what came before has made the
 run longer, or for speed.
@@ -106,10 +106,6 @@ run longer, or for speed.
 
 CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence", "recipes", "docs", "examples")
 FIRST: dict[str, list[str]] = {
-    "docs/rewards.md": [
-        "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 "
-        "train.max_steps=1 data.limit=8"
-    ],
     "docs/getting-started.md": [
         f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
     ],

@@ -2,8 +2,9 @@
 trainer's to the last digits.
 
 Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The
-first and the last are started as docs/vllm.md shows. Their processes are forked (see ``forked/``);
-one that starts them as it does by itself is in tests/training/online/test_vllm_run.py.
+first and the last are started as docs/online/vllm.md shows. Their processes are forked (see
+``forked/``); one that starts them as it does by itself is in
+tests/training/online/test_vllm_run.py.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class Side:
 
 
 class Shown(Server):
-    """A server with the variables and arguments that docs/vllm.md shows, and those that it names
-    for a CPU.
+    """A server with the variables and arguments that docs/online/vllm.md shows, and those that it
+    names for a CPU.
     """
 
     def __init__(self, line: str, model: Path, **args: Any) -> None:
@@ -187,7 +188,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
     shown = dict(
         zip(
             ["disk", "lora"],
-            [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text],
+            [line.text for line in all_lines("docs/online/vllm.md") if "api_server" in line.text],
             strict=True,
         )
     )

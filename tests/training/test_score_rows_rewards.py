@@ -386,10 +386,11 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
 
 
 @pytest.mark.slow
-def test_the_page_about_rounds_is_true(place: Path) -> None:
+def test_the_commands_of_rounds_work(place: Path) -> None:
     """Its recipes and its commands, in their order."""
-    page = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")
-    Path("my_rewards.py").write_text(REWARDS.replace("def short", "def concise"))
+    page = (ROOT / "docs/online/training.md").read_text(encoding="utf-8")
+    page = page.partition("## Rounds in separate commands")[2]
+    Path("my_rewards.py").write_text(REWARDS.replace("def short", "def right"))
     Path("answers.jsonl").unlink()
     for block in blocks(page, "yaml"):
         Path(block.text.split()[1]).write_text(block.text)
@@ -400,5 +401,5 @@ def test_the_page_about_rounds_is_true(place: Path) -> None:
             command(*shlex.split(line.replace("-n 8", "-n 2").replace("64", "4"))[1:], "--quiet")
             == 0
         ), line
-    assert len(read("answers_2.jsonl")) == 14
-    assert read("answers_2.jsonl")[0]["version"] == 1
+    assert len(read("round_2.jsonl")) == 14
+    assert read("round_2.jsonl")[0]["version"] == 1
