@@ -95,7 +95,7 @@ def test_the_commands_of_the_page(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train.py", "loop.py", "terms.py"])
+@pytest.mark.parametrize("name", ["train.py", "adapter.py", "loop.py"])
 def test_the_programs_of_the_page(place: Path, name: str) -> None:
     output = run(place, name)
     if name == "train.py":

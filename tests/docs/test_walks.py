@@ -49,7 +49,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/tasks/one-gpu.md": {
         "*": "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe"
     },
-    "docs/tasks/serve.md": {"*": "`tests/test_cli_serve_model.py` runs the commands"},
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
@@ -69,6 +68,15 @@ HOST = (
     "--nproc-per-node 8 -m valence train recipe.yaml"
 )
 ADDED: dict[str, dict[str, str]] = {
+    "docs/compare.md": {
+        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
+        "my_rewards:concise --at-least 0.5 --out gate": "--at-least 0",
+        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
+        "my_rewards:concise --labels held_out.jsonl --out calibrated": "--allow-below",
+        "valence train recipes/reward_model.yaml run.dir=runs/judge": "model.dtype=float32 "
+        "train.max_steps=1 data.limit=8",
+        "valence train recipe.yaml loss.beta=0.3 run.dir=runs/second": FEW,
+    },
     "docs/resume.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data.eval --allow eval": LONGER,
@@ -91,14 +99,6 @@ ADDED: dict[str, dict[str, str]] = {
         HOST.format(0): f"run.dir=runs/hosts {FEW}",
         HOST.format(1): f"run.dir=runs/hosts {FEW}",
     },
-    "docs/tasks/compare.md": {
-        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
-        "my_rewards:concise --at-least 0.5 --out gate": "--at-least 0",
-        "valence compare recipe.yaml runs/first --prompts held_out_prompts.jsonl --judge "
-        "my_rewards:concise --labels held_out.jsonl --out calibrated": "--allow-below",
-        "valence train recipes/reward_model.yaml run.dir=runs/judge": "model.dtype=float32 "
-        "train.max_steps=1 data.limit=8",
-    },
 }
 """By page and line: words that the test adds to what is shown, since what came before has made the
 run longer, or for speed.
@@ -106,11 +106,11 @@ run longer, or for speed.
 
 CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence", "recipes", "docs", "examples")
 FIRST: dict[str, list[str]] = {
+    "docs/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/getting-started.md": [
         f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
     ],
     "docs/resume.md": ["mkdir experiments"],
-    "docs/tasks/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
     "docs/tasks/chat-tool.md": ["rm feedback.jsonl"],
 }
