@@ -20,6 +20,7 @@ OLD_NAME = re.compile(r"pip install[^\n`]*[ '\"]valence(?![-\w/.])")
 def _texts() -> list[Path]:
     documents = [
         *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "dev").rglob("*.md"),
         *(ROOT / "recipes").glob("*.yaml"),
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

@@ -73,7 +73,6 @@ def pages() -> dict[str, Path]:
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path
         for path in sorted(folder.rglob("*.md"))
-        if path.parent.name != "decisions"
     }
 
 

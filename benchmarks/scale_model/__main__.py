@@ -9,7 +9,7 @@ over two. The steps are then timed in turn; all figures are medians. Other work 
 distorts them. The second comparison is with published figures of Llama 3.1 8B: the figure for 8
 GPUs sets a constant, and the one for 128 is predicted.
 
---quick: three rounds instead of fifteen. --table: print the tables of docs/scale.md without
+--quick: three rounds instead of fifteen. --table: print all tables of the model without
 measuring. Exit status: 0 all figures are within their bars, 1 some are not.
 """
 
@@ -98,9 +98,7 @@ def _deviation(ratio: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three rounds instead of fifteen")
-    parser.add_argument(
-        "--table", action="store_true", help="print only the tables of docs/scale.md"
-    )
+    parser.add_argument("--table", action="store_true", help="print only the tables of the model")
     arguments = parser.parse_args()
     if arguments.table:
         print(tables.text(), end="")

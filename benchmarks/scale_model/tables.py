@@ -1,8 +1,8 @@
-"""The tables of docs/scale.md."""
+"""The tables of the model, some of which are in docs/scale.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from benchmarks.scale_model import cases
@@ -23,77 +23,35 @@ STEP = (
 
 def text() -> str:
     """All tables, in Markdown."""
-    return (
-        "\n\n".join(
-            [STEP, *(f"### {title}\n\n{text}\n\n{shown}" for title, text, shown in _tables())]
-        )
-        + "\n"
-    )
+    return f"{STEP}\n\n" + "\n".join(f"### {title}\n\n{section(title)}" for title in TABLES)
 
 
-def _tables() -> Iterator[tuple[str, str, str]]:
-    several = [f"{n} GPUs" for n in PROCESSES]
-    yield (
-        "Memory per GPU",
-        "Memory in GB on one GPU, and with `parallel.shard: full` on N GPUs, including 1.5 GB for "
-        "the buffers of NCCL. With `off`, each of N GPUs needs 1.5 GB more than one GPU. An H100 "
-        "has 80 GB, an H200 141 GB.",
-        _table(["model, method", "1 GPU", *several], _memory()),
-    )
-    yield (
-        "Communication per step",
-        "Data in GB that each GPU receives in a step of sft. It sends the same amount.",
-        _table(["model, setting", *several], _volume()),
-    )
-    yield (
-        "Throughput",
-        "Tokens per second per GPU; in parentheses, seconds per step and the share of that time "
-        "spent in matrix multiplications. Weights are sharded as `parallel.shard: auto` would on "
-        "an H100.",
-        _table(["model, method", *several], _throughput()),
-    )
-    yield (
-        "Balance",
-        "Mean work of a process divided by the largest work of any process. This is the fraction "
-        "of the ideal speed.",
-        _table(["rows per step", *several], _balance()),
-    )
-    yield (
-        "Constants",
-        "None of them has been measured yet.",
-        _table(["", "value", "from"], cases.CONSTANTS),
-    )
-    yield (
-        "Comparison with published figures",
-        "Tokens per second per GPU of torchtitan, which also uses FSDP2, on Llama 3.1 8B with rows "
-        "of 8,192 tokens (December 2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, "
-        "not compiled).",
-        _table(["", "predicted", "published", "ratio"], _published()),
-    )
+def section(title: str) -> str:
+    """A table below its description, in Markdown."""
+    description, head, rows = TABLES[title]
+    return f"{description}\n\n{_table(head, rows())}\n"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _kinds() -> Iterator[tuple[str, str, str, bool]]:
-    """Title, model, method, and whether an adapter is trained, of each line of a table."""
-    for model in cases.DECODERS:
-        yield f"{model}, sft", model, "sft", False
-        yield f"{model}, dpo and kto", model, "dpo", False
-        yield f"{model}, LoRA, any method", model, "dpo", True
-
-
-def gigabytes(model: str, method: str, lora: bool, layout: Layout) -> float:
+def gigabytes(model: str, method: str, lora: bool, layout: Layout, quantize: bool = False) -> float:
     """Predicted GB per device."""
-    memory = cases.memory(model, method, layout, lora=lora)
+    memory = cases.memory(model, method, layout, lora=lora, quantize=quantize)
     return memory.total(cases.MICRO_BATCH_TOKENS) / 1e9
 
 
 def _memory() -> Iterator[list[str]]:
-    for name, model, method, lora in _kinds():
-        layouts = [Layout(1), *(sharded(n, sync_every_micro_batch=not lora) for n in PROCESSES)]
-        yield [name, *(f"{gigabytes(model, method, lora, layout):.0f}" for layout in layouts)]
+    one = Layout(1)
+    for model in cases.DECODERS:
+        estimates = [
+            gigabytes(model, "dpo", True, one, quantize=True),
+            gigabytes(model, "dpo", True, one),
+            gigabytes(model, "dpo", True, sharded(8, sync_every_micro_batch=False)),
+            *(gigabytes(model, "dpo", False, layout) for layout in (one, sharded(8), sharded(64))),
+        ]
+        yield [model, *(f"{size:,.0f}" for size in estimates)]
 
 
 def _volume() -> Iterator[list[str]]:
@@ -140,13 +98,13 @@ def _throughput() -> Iterator[list[str]]:
 
 
 def _speed(model: str, method: str, lora: bool, layout: Layout) -> str:
-    """Tokens per second per GPU; in brackets, seconds per step and share of matrix products."""
+    """Tokens per second per GPU; in parentheses, seconds per step."""
     if gigabytes(model, method, lora, layout) > LARGEST_MEMORY:
         return "does not fit"
     job = cases.job(model, method, layout, lora=lora)
     duration = seconds(job, layout, cases.H100)
     rate = job.trained.tokens / duration.total / layout.processes
-    return f"{rate:,.0f} ({duration.total:.3g} s, {duration.products / duration.total:.0%})"
+    return f"{rate:,.0f} ({duration.total:.3g} s)"
 
 
 def _balance() -> Iterator[list[str]]:
@@ -174,3 +132,53 @@ def published(processes: int) -> float:
     layout = sharded(processes)
     job = cases.published(layout)
     return job.trained.tokens / seconds(job, layout, cases.H100).total / processes
+
+
+SEVERAL = [f"{n} GPUs" for n in PROCESSES]
+TABLES: dict[str, tuple[str, list[str], Callable[[], Iterable[Sequence[str]]]]] = {
+    "Memory per GPU": (
+        "Predicted GB per GPU for dpo and kto with `train.checkpointing: full`, AdamW and "
+        "micro-batches of 4,096 tokens in bfloat16. Adapters have rank 16. On several GPUs, "
+        "weights are sharded (`parallel.shard: full`).",
+        [
+            "model",
+            "LoRA, 4-bit, 1 GPU",
+            "LoRA, 1 GPU",
+            "LoRA, 8 GPUs",
+            "all weights, 1 GPU",
+            "8 GPUs",
+            "64 GPUs",
+        ],
+        _memory,
+    ),
+    "Communication per step": (
+        "Data in GB that each GPU receives in a step of sft. It sends the same amount.",
+        ["model, setting", *SEVERAL],
+        _volume,
+    ),
+    "Throughput": (
+        "Predicted tokens per second per H100 GPU, in parentheses seconds per step. Weights are "
+        "sharded as with `parallel.shard: auto`.",
+        ["model, method", *SEVERAL],
+        _throughput,
+    ),
+    "Balance": (
+        "Mean work of a process divided by the largest work of any process: the fraction of the "
+        "ideal speed.",
+        ["rows per step", *SEVERAL],
+        _balance,
+    ),
+    "Constants": (
+        "None of them has been measured yet.",
+        ["", "value", "from"],
+        lambda: cases.CONSTANTS,
+    ),
+    "Comparison with published figures": (
+        "Tokens per second per GPU of torchtitan, which also uses FSDP2, on Llama 3.1 8B with rows "
+        "of 8,192 tokens (December 2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, "
+        "not compiled).",
+        ["", "predicted", "published", "ratio"],
+        _published,
+    ),
+}
+"""Title -> description, heads of the columns, and rows."""

@@ -88,11 +88,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
-    *(
-        path
-        for path in sorted((ROOT / "docs").rglob("*.md"))
-        if path.parent.name != "decisions" and path.name != "experiments.md"
-    ),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(path for path in sorted((ROOT / "dev").glob("*.md")) if path.name != "notebook.md"),
 ]
 """All pages but the decision records and the lab notebook, which are history."""
 

@@ -1,5 +1,5 @@
 """Mistakes of other systems with data that no other test of this folder covers (see
-docs/pitfalls.md).
+dev/pitfalls.md).
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
     place: Path, tmp_path: Path
 ) -> None:
     """Loss and gradient norm to a millionth; other numbers to a millionth of the log-probabilities
-    of which they are differences (docs/decisions/0027-a-millionth-in-float32.md).
+    of which they are differences (dev/decisions/0027-a-millionth-in-float32.md).
     """
     message = (
         (2, REPLICATED, ("kto, lora", "sft, whole models", "aot")),

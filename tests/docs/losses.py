@@ -116,7 +116,7 @@ Each loss lists the modifiers that it supports; all others are errors.
 [Notation](index.md#notation) defines the symbols.
 
 You can combine modifiers. They apply in this order
-([why](../decisions/0015-modifiers-outside-the-loss-functions.md)):
+([why](../../dev/decisions/0015-modifiers-outside-the-loss-functions.md)):
 
 1. @humanline and @ld_alpha clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.

@@ -1,10 +1,10 @@
-"""``python -m tests.docs.pitfalls`` writes docs/pitfalls.md: known mistakes and the tests for each."""
+"""``python -m tests.docs.pitfalls`` writes dev/pitfalls.md: known mistakes and the tests for each."""
 
 from __future__ import annotations
 
 from tests.docs.blocks import ROOT
 
-PAGE = ROOT / "docs" / "pitfalls.md"
+PAGE = ROOT / "dev" / "pitfalls.md"
 HEAD = """\
 # Pitfalls
 

@@ -15,9 +15,9 @@ from valence.training.plan import Plan
 
 PAGE = ROOT / "docs" / "scale.md"
 ONE_GPU = ROOT / "docs" / "tasks" / "one-gpu.md"
-BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
+TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 EXAMPLE = re.compile(
-    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\\Z)", re.MULTILINE | re.DOTALL
+    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL
 )
 PARTS = re.compile(r"(\| part \| GB \|\n\| --- \| --- \|\n)(?:\|.*\n)*")
 CHANGE = re.compile(r"^(\| `([^`]+)`.* \|) [\d.]+ \|$", re.MULTILINE)
@@ -69,10 +69,8 @@ def _parts(plan: Plan) -> list[tuple[str, float]]:
 
 def page() -> str:
     """docs/scale.md as it should be now."""
-    before, _, rest = examples(PAGE.read_text(encoding="utf-8")).partition(BEGIN)
-    after = rest.partition(END)[2]
-    assert after, f"{PAGE} has lost its marks"
-    return f"{before}{BEGIN}\n{tables.text()}\n{END}{after}"
+    text = examples(PAGE.read_text(encoding="utf-8"))
+    return TABLE.sub(lambda match: f"{match[1]}\n{tables.section(match[2])}\n{match[3]}", text)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from examples.trace import main, trace
 from tests.docs.blocks import ROOT, blocks
 
-PAGE = "docs/architecture.md"
+PAGE = "dev/architecture.md"
 MAX_FILES = 16
 """A reader who follows a row through more files loses the thread."""
 

@@ -36,7 +36,8 @@ from valence.training.signals import OUT_OF_TIME, SIGNALS
 from valence.types import Judgement, Origin
 
 PAGES = sorted(
-    p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "dev").rglob("*.md"))
 )
 
 
@@ -48,11 +49,11 @@ def text(page: str) -> str:
 
 
 def test_one_batch_prints_what_it_shows() -> None:
-    for block, result, shown in executed(text("docs/one-batch.md"), "docs/one-batch.md"):
-        assert (shown is None) == (not result), f"docs/one-batch.md:{block.line}"
+    for block, result, shown in executed(text("dev/one-batch.md"), "dev/one-batch.md"):
+        assert (shown is None) == (not result), f"dev/one-batch.md:{block.line}"
         if shown is not None:
             assert same_output(result, shown.text), (
-                f"docs/one-batch.md:{shown.line} should read\n{result}"
+                f"dev/one-batch.md:{shown.line} should read\n{result}"
             )
 
 
@@ -285,7 +286,7 @@ def test_files_and_tests_that_are_named_exist(page: str) -> None:
     the repository.
     """
     for path, name in re.findall(
-        r"`((?:valence|tests|examples|recipes|docs|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`",
+        r"`((?:valence|tests|examples|recipes|docs|dev|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`",
         text(page),
     ):
         assert (ROOT / path).is_file(), f"{page}: {path}"
@@ -326,11 +327,11 @@ def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
 
 
 def test_decisions_are_numbered_and_linked() -> None:
-    records = sorted(p.name for p in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    records = sorted(p.name for p in (ROOT / "dev" / "decisions").glob("[0-9]*.md"))
     assert [int(name[:4]) for name in records] == list(range(1, len(records) + 1))
-    index = text("docs/decisions/README.md")
+    index = text("dev/decisions/README.md")
     for name in records:
-        record = text(f"docs/decisions/{name}")
+        record = text(f"dev/decisions/{name}")
         assert record.startswith(f"# {name[:4]} ")
         assert re.findall(r"^## (.+)$", record, re.MULTILINE) == [
             "Context",
@@ -349,7 +350,7 @@ def test_every_dependency_has_its_reason() -> None:
         *(d for extra in project["optional-dependencies"].values() for d in extra),
     ]
     names = {re.split(r"[\[<>=]", item)[0].lower() for item in wanted} - {"valence-align"}
-    record = text("docs/decisions/0001-dependencies.md")
+    record = text("dev/decisions/0001-dependencies.md")
     reasons = {
         name.lower()
         for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE)

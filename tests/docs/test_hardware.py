@@ -1,23 +1,20 @@
-"""The memory tables of docs/hardware.md and the README are what the planner estimates today."""
+"""The memory tables of docs/scale.md and the README are what the planner estimates today."""
 
 from __future__ import annotations
 
 import re
 
-import pytest
-
-from benchmarks.scale_model import cases
+from benchmarks.scale_model import cases, tables
 from benchmarks.scale_model.model import Layout, sharded
 from tests.docs.blocks import ROOT
 
-PAGE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 SIZES = re.compile(r"^\| ([\d.]+) B \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)
 CELL = re.compile(r"(\d+) GB(?: on each of (\d+) GPUs)?")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hardware.md"])
-def test_the_memory_of_models_is_what_the_planner_estimates(page: str) -> None:
-    rows = SIZES.findall((ROOT / page).read_text(encoding="utf-8"))
+def test_the_memory_of_models_is_what_the_planner_estimates() -> None:
+    rows = SIZES.findall(PAGE)
     assert [size for size, *_ in rows] == [name.removesuffix("B") for name in cases.DECODERS]
     for size, *cells in rows:
         kinds = ((True, True), (True, False), (False, False))
@@ -33,21 +30,6 @@ def test_the_memory_of_models_is_what_the_planner_estimates(page: str) -> None:
             )
 
 
-def test_the_parts_of_the_memory_are_those_of_the_planner() -> None:
-    _, _, table = PAGE.partition("| Part, on each of 8 GPUs | GB |\n| --- | --- |\n")
-    rows = [line.strip("| ").rsplit(" | ", 1) for line in table.split("\n\n")[0].splitlines()]
-    memory = cases.memory("8B", "dpo", sharded(8))
-    parts = [
-        memory.weights,
-        memory.reference,
-        memory.gradient,
-        memory.optimizer,
-        memory.gathered,
-        cases.MICRO_BATCH_TOKENS * memory.per_token,
-        memory.head,
-        memory.program,
-        memory.communication,
-    ]
-    assert [size for _, size in rows] == [f"{part / 1e9:.1f}" for part in parts]
-    assert sum(parts) == memory.total(cases.MICRO_BATCH_TOKENS)
-    assert f"The {sum(parts) / 1e9:.0f} GB of the 8 B model" in PAGE
+def test_the_memory_table_of_the_page_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert tables.section("Memory per GPU") in page, "run `python -m tests.docs.scale`"

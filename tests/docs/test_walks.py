@@ -29,9 +29,9 @@ from tests.docs.walk import (
 )
 
 NOT_RUN: dict[str, dict[str, str]] = {
-    "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
+    "dev/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/extend.md": {"*": "`tests/docs/test_extend.py` runs all of it"},
-    "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
+    "dev/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/tasks/chat-tool.md": {
         "make open-webui": "`.ci/run` runs it",
         "python -m examples.open_webui": "`tests/serving/test_open_webui.py` runs it",
@@ -50,7 +50,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "*": "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe"
     },
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
-    "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
+    "dev/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
 """By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *:
 none of its blocks is. Commands are parsed all the same.

@@ -38,7 +38,11 @@ from valence import cli
 
 PAGES = [
     "README.md",
-    *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")),
+    *sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in ("docs", "dev")
+        for path in (ROOT / folder).rglob("*.md")
+    ),
 ]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EXTENSIONS = {

@@ -1,5 +1,5 @@
 """Mistakes of other systems with steps, averages and runs that no other test covers (see
-docs/pitfalls.md).
+dev/pitfalls.md).
 """
 
 from __future__ import annotations

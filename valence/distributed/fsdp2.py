@@ -68,7 +68,7 @@ def shard(
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=precision, **options)
     # The other weights are needed again at the start of the backward pass. They stay in float32, as
-    # the residual stream (docs/decisions/0054-the-root-group-of-fsdp-stays-in-float32.md).
+    # the residual stream (dev/decisions/0054-the-root-group-of-fsdp-stays-in-float32.md).
     fully_shard(policy, reshard_after_forward=False, **options)
     for module in _fsdp_modules(policy):
         module.set_gradient_divide_factor(1.0)

@@ -4,7 +4,7 @@ the matrix multiplications.
 Weights are DTensors, so that saving, loading and sharding know the parts. Multiplications run on
 this process's part as a plain tensor, which works with adapters, autocast and activation
 checkpointing. Computations on replicated tensors are the same in all processes of the group.
-``parallelize_module`` does not replace this: docs/decisions/0042-pytorch-for-processes.md.
+``parallelize_module`` does not replace this: dev/decisions/0042-pytorch-for-processes.md.
 """
 
 from __future__ import annotations

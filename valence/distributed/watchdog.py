@@ -1,7 +1,7 @@
 """Find out which process does not reach a collective, and end a process that waits for it too long.
 
 Every process records its last collective in a store that all can read. PyTorch's monitored barrier
-and flight recorder do not replace this: docs/decisions/0042-pytorch-for-processes.md.
+and flight recorder do not replace this: dev/decisions/0042-pytorch-for-processes.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each process runs the rows of two chunks through all layers. Only attention needs the others: its
 queries are the local rows, and its keys and values those of all rows, gathered in each layer. This
 is the scheme of PyTorch's context parallelism for FlexAttention
-(docs/decisions/0051-context-parallelism.md). Later rows attend to more keys; a chunk from the start
+(dev/decisions/0051-context-parallelism.md). Later rows attend to more keys; a chunk from the start
 and one from the end give each process about the same number of scores (Llama 3, arXiv 2407.21783,
 section 3.3.2).
 """

@@ -358,7 +358,7 @@ class LigerBackend:
 
     It computes logits in the dtype of its operands, so only float32 operands give float32 logits.
     Its kernels for entropy and soft-cap could not be compared with the oracle
-    (docs/decisions/0047-liger-and-kernel-backends.md).
+    (dev/decisions/0047-liger-and-kernel-backends.md).
     """
 
     def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:

@@ -2,7 +2,7 @@
 
 Each tracker works on a separate thread, so that no step waits for it. ``metrics.jsonl`` is the
 authority: a tracker of a resumed run receives the records that it lacks, and no record twice.
-docs/decisions/0043-resuming-trackers.md explains how each library resumes.
+dev/decisions/0043-resuming-trackers.md explains how each library resumes.
 """
 
 from __future__ import annotations

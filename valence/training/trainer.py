@@ -773,7 +773,7 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """Prepares one value ahead in a thread.
 
-    Why a thread, and why no process: docs/decisions/0041-the-next-step-is-planned-in-a-thread.md.
+    Why a thread, and why no process: dev/decisions/0041-the-next-step-is-planned-in-a-thread.md.
     Only one ``prepare`` runs at any time: ``take`` waits for the thread before it prepares a value
     itself. The thread starts when it is first needed, and ends with ``close``.
     """
