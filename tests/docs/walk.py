@@ -197,15 +197,22 @@ def usual_files() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+RECIPE = """\
+method: kto
+model: {name: HuggingFaceTB/SmolLM2-135M-Instruct, lora: {rank: 16}}
+data: {train: feedback.jsonl, eval: held_out.jsonl}
+train: {batch_size: 4}
+run: {dir: runs/first}
+"""
+
+
 def recipe_of(text: str) -> str:
-    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else that of the
-    page on commands.
-    """
+    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else RECIPE."""
     full = [
         block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)
     ]
     unnamed = [block for block in full if not files_of(text, block)]
-    return (unnamed or blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"), "yaml"))[0].text
+    return unnamed[0].text if unnamed else RECIPE
 
 
 # Going through a page

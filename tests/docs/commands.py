@@ -1,0 +1,116 @@
+"""``python -m tests.docs.commands`` writes docs/cli.md from the commands."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from typer.models import ArgumentInfo
+
+from tests.docs.blocks import ROOT
+from valence import cli
+from valence.cli.guide import COMMANDS, name
+
+PAGE = ROOT / "docs" / "cli.md"
+HEAD = """\
+# Command line
+
+All commands with their arguments and options, exit codes, and output for programs. `valence COMMAND --help` prints the same.
+
+- `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
+- `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under torchrun and `accelerate launch`
+  ([several processes](scale.md)).
+- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+
+`python -m tests.docs.commands` writes this page.
+"""
+TAIL = """\
+## Exit codes
+
+| Exit code | Meaning |
+| --- | --- |
+| 0 | done |
+| 1 | a defect of Valence, with a traceback |
+| 2 | a mistake in the recipe, the data or the command line, or an environment problem such as a full disk; the message says where and how to fix it |
+| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`); `valence export`: an exported file [differs](ship.md#differences) from the run |
+| 124 | `run.max_time` was reached; the step was finished and the state saved |
+| 129 | stopped by SIGHUP (the terminal was closed), state saved |
+| 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
+| 138 | stopped by SIGUSR1, state saved |
+| 143 | stopped by SIGTERM, state saved |
+
+Run the same command again after 124, 129, 130, 138 or 143, or after a kill. It [resumes](train/runs.md).
+
+## Output for programs
+
+With `--json`, standard output has JSON only, and other messages go to standard error. On failure, the object has `status: "failed"`, `error`
+and a stable `code`, such as `setting-unknown`.
+
+| Command | Output |
+| --- | --- |
+| `train` | one object per line: `{"event": "started", ...}`, each record of the log as in `metrics.jsonl`, and `{"event": "done", ...}` with the exit code and the paths of model and report |
+| `report` | one object per run; of an A/B test, one object with `better` (`a`, `b` or null), `verdict`, `established_at`, `votes_left`, `e_values`, `threshold`, `alpha`, `share`, `min_votes`, and for `a` and `b` `run`, `step`, `thumbs_up`, `thumbs_down`, `votes`, `ups`, `rate` and `interval` |
+| `sweep` | one object per trial, and a last one with the results |
+| `import` | `votes`, `counts`, `files`, `skipped`, `models`, `weights`, `agreement` |
+| `audit` | `kinds` (for each kind of row: `form`, `states`, `unusable`), `contradictions`, `near_duplicates`, `agreement`, `unrated`, `bad`, `out` |
+| `select` | `prompts`, `selected`, `order`, `auc`, `interval`, `left_out`, `out` |
+| `compare` | `baseline`, `candidate`, `prompts`, `duplicates`, `trained`, `answers`, `calibrations`, `notes`, `folder`; `judges`, each with `judge`, `win_rate` and `length_controlled` (`value`, `low`, `high`), `wins`, `ties`, `losses`, `failed`, `tags`, `clearest`, and of some `error`, `position` or `cost`; with assertions `assertions` (`number`, `baseline`, `candidate`, `unchecked`, `broken`, `fixed`); with lm-eval `benchmarks`; with a gate `at_least`, `max_broken`, `passed` |
+"""
+
+
+def page() -> str:
+    functions = {name(command): command.callback for command in cli.app.registered_commands}
+    parts, panel = [HEAD], ""
+    for command, (title, example) in COMMANDS.items():
+        if title != panel:
+            panel = title
+            parts.append(f"## {title}\n")
+        parts.append(_section(functions[command], f"valence {command}", example))
+    return "\n".join([*parts, TAIL])
+
+
+def _section(function: Any, title: str, example: str) -> str:
+    summary = "\n\n".join(
+        " ".join(part.split()) for part in inspect.cleandoc(function.__doc__).split("\n\n")
+    )
+    hints = get_type_hints(function, include_extras=True)
+    rows = [
+        _row(parameter, hints[parameter.name])
+        for parameter in inspect.signature(function).parameters.values()
+        if get_origin(hints[parameter.name]) is Annotated
+    ]
+    rows.sort(key=lambda row: row[0].startswith("`-"))
+    lines = [f"### {title}\n", f"{summary}\n", f"```sh\n{example}\n```\n"]
+    if rows:
+        lines += ["| argument or option | meaning |", "| --- | --- |"]
+        lines += [f"| {label} | {meaning} |" for label, meaning in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
+    """The label and the meaning of an argument or option."""
+    kind, info = get_args(hint)[:2]
+    meaning = " ".join((info.help or "").split())
+    shown = not any(parameter.default is d for d in (inspect.Parameter.empty, None, False, True))
+    shown = shown and parameter.default != []
+    if shown and "Default" not in meaning:
+        meaning += f" Default: {parameter.default}."
+    meaning = re.sub(r"(?<!\\)\|", r"\\|", meaning)
+    if isinstance(info, ArgumentInfo):
+        return f"`{info.metavar or parameter.name.upper()}`".replace("|", "\\|"), meaning
+    option = f"--{parameter.name.replace('_', '-')}"
+    # In `Annotated`, typer takes the first name of an option for its default.
+    first = [info.default] if isinstance(info.default, str) else []
+    names = [*first, *(info.param_decls or ())]
+    if kind in (bool, bool | None):
+        names = names or [option, f"--no-{option[2:]}"]
+        return ", ".join(f"`{part}`" for name in names for part in name.split("/")), meaning
+    choices = "\\|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+    value = (info.metavar or choices or parameter.name.upper()).replace("|", "\\|")
+    return ", ".join(f"`{name} {value}`" for name in names or [option]), meaning
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
