@@ -28,6 +28,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/extend.md": {"*": "`tests/docs/test_extend.py` runs all of it"},
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
+    "docs/index.md": {"pip install .": "`tests/docs/test_loop.py` runs it in a copy of the clone"},
     "docs/feedback/collect.md": dict.fromkeys(
         (
             "valence collect runs/first --out feedback.jsonl",
