@@ -90,7 +90,7 @@ WARNINGS = {
     "length_bias": (
         "good and bad answers differ in length (mean tokens: {lengths})",
         "If the model should not learn the length, balance the lengths (see `valence docs "
-        "thumbs`).",
+        "labels`).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""
