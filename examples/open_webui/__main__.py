@@ -82,7 +82,7 @@ def main() -> None:
     print(f"\nRows    {options.out / 'feedback.jsonl'}")
     print(f"Report  {options.out / 'run' / 'report.html'}  (open it in a browser)")
     print(
-        f"{NUM_QUESTIONS} votes show the way; docs/how-much-feedback.md says how many make a "
+        f"{NUM_QUESTIONS} votes show the way; docs/start.md says how many make a "
         "better model."
     )
 

@@ -1,6 +1,6 @@
 """The language of the project: names that describe their content, and plain words in texts.
 
-The glossary (docs/glossary.md) has the terms to use instead.
+The glossary (dev/glossary.md) has the terms to use instead.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ those in bold must be set.
 ROWS = """\
 ## Row formats
 
-`format` takes these names, and those of [feedback tools](tasks/import-feedback.md#tools). Every row may also have `weight` and
-`info`. [Data formats](data.md) shows examples.
+`format` takes these names, and those of [feedback tools](feedback/import.md#tools). Every row may also have `weight` and
+`info`. [Rows](feedback/rows.md) shows examples.
 
 | format | columns | optional columns | kind |
 | --- | --- | --- | --- |
@@ -113,12 +113,12 @@ def row_formats() -> str:
 
 
 def shapes() -> str:
-    """The rows of the table of public shapes in docs/data.md."""
+    """The rows of the table of public shapes in docs/feedback/rows.md."""
     return "".join(f"| `{name}` | {_names(f, True)} | {f.gives} |\n" for name, f in SHAPES.items())
 
 
 def other_names() -> str:
-    """The rows of the table of other names of columns in docs/data.md."""
+    """The rows of the table of other names of columns in docs/feedback/rows.md."""
     names: dict[str, dict[str, None]] = {}
     for name, f in FORMATS.items():
         for column, others in f.others.items() if name not in SHAPES else ():

@@ -169,7 +169,7 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 
 def test_the_pages_name_every_format_and_exit_status() -> None:
-    page = text("docs/data.md")
+    page = text("docs/feedback/rows.md")
     assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", page))
     assert settings.shapes() in page
     assert settings.other_names() in page
@@ -316,7 +316,7 @@ def test_the_page_of_pitfalls_is_up_to_date_and_its_tests_exist() -> None:
 def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
     rows = [
         json.loads(line)
-        for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()
+        for line in text("docs/feedback/rows.md").split("```json\n")[-1].split("```")[0].splitlines()
     ]
     kinds = [load([InMemory([row])], kind).files[0].format for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True

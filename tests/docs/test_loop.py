@@ -1,55 +1,56 @@
-"""The page about the loop, executed completely: people vote at both of its servers, and their votes
-are split, trained on, compared, exported, served and trained on again, in one folder.
+"""The page for a start, executed completely: the feedback that comes with Valence is audited,
+trained on and compared, people vote at both of the page's servers, and their votes are trained on.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import signal
+import subprocess
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.docs.walk import MODEL, REWARDS, Line, Walk, place_model
+from tests.docs.blocks import ROOT
+from tests.docs.walk import MODEL, Line, Walk, place_model
 from tests.programs import Program
 from tests.serving.kit import events, rows
 from valence.data.split import PromptSplit
 
-PAGE = "docs/tasks/loop.md"
-SPLIT = PromptSplit(0.2)
+PAGE = "docs/start.md"
+CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence", "recipes", "docs", "examples")
+SPLIT = PromptSplit(0.4)
 """The rows that the recipe of the page holds out."""
 QUESTIONS = [f"question {i}" for i in range(20)]
 USERS = [f"user {i}" for i in range(12)]
-CURL = "user-42"
-"""The user of the page's requests."""
 
 
 class LoopWalk(Walk):
-    """The page without files of its readers but a model and a reward function. Where it starts a
-    server, people ask questions and vote.
+    """The page in a copy of the repository, without files of its readers but a model. Where it
+    starts a server, people ask questions and vote.
     """
 
-    links: list[str]
-
     def _prepare(self, text: str) -> None:
-        self.links = []
         place_model(MODEL)
-        self._write("my_rewards.py", REWARDS)
+        sources = " ".join(shlex.quote(f"{ROOT}/{name}") for name in CLONE)
+        subprocess.run(f"cp -r {sources} .", shell=True, check=True)
 
     def _line(self, line: Line) -> None:
         if line.words[:1] == ["collect"]:
             self._collect(line)
             return
         if line.words[:1] == ["ab"]:
-            self._vote_in_app(Path("ab.jsonl"), len(USERS) + 1)
+            self._vote_in_app(Path("ab.jsonl"))
         super()._line(line)
-        if "served.jsonl" in line.words and line.words[:1] == ["serve"]:
-            self._vote_in_app(Path("served.jsonl"), len(USERS))
 
     def _collect(self, line: Line) -> None:
         """Vote in the page until the reader stops the command."""
@@ -78,7 +79,7 @@ class LoopWalk(Walk):
         del self.servers["collect"]
         self.done.append(line.text)
 
-    def _vote_in_app(self, out: Path, total: int) -> None:
+    def _vote_in_app(self, out: Path) -> None:
         """Votes of the app's users. The rows are written while the server runs."""
         base = f"http://127.0.0.1:{self.ports['8000']}"
         with httpx.Client(base_url=base, timeout=60) as app:
@@ -90,7 +91,7 @@ class LoopWalk(Walk):
                 answer = app.post("/v1/chat/completions", json=body).json()["id"]
                 vote = {"id": answer, "label": i % 2 == 0, "user": user}
                 assert app.post("/feedback", json=vote).status_code == 200
-        wait_until(lambda: len(rows(out)) == total)
+        wait_until(lambda: len(rows(out)) == len(USERS))
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -111,51 +112,53 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWalk]:
 
 
 def questions_of(path: str) -> set[str]:
-    return {row["prompt"][0]["content"] for row in rows(Path(path))}
+    return {question(row) for row in rows(Path(path))}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_loop_runs_from_the_first_vote_to_the_second_model(walk: LoopWalk) -> None:
+def test_the_page_runs_from_an_installation_to_the_second_model(walk: LoopWalk) -> None:
     walk.run()
     steps = [line.split()[1] for line in walk.done if line.startswith("valence ")]
     assert steps == [
-        *("collect", "audit", "check", "train", "split", "compare", "export", "serve", "ab"),
-        *("serve", "audit", "train"),
+        *("doctor", "audit", "init", "check", "train", "sample", "split", "compare"),
+        *("export", "serve", "ab", "collect", "audit", "train", "report"),
+        *("init", "check", "inspect", "train", "train", "report"),
     ]
-    # 1 collect: the votes of the page
-    votes = {row["prompt"][0]["content"]: row["label"] for row in rows(Path("feedback.jsonl"))}
-    assert votes == {question: i % 3 > 0 for i, question in enumerate(QUESTIONS)}
-    # 3 train: on questions that are not held out, neither in this round nor in the next one
+    # Install: the installed package works without the repository
+    elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    subprocess.run([".venv/bin/valence", "doctor"], env=elsewhere, check=True)
+    # Train: on questions that are not held out, neither in this round nor in the next one
     held_out = questions_of("held_out.jsonl")
-    assert held_out == {question for question in QUESTIONS if SPLIT.is_held_out(question)}
-    assert num_trained("runs/first") == len(set(QUESTIONS) - held_out)
-    # 4 compare: both models answered each held-out question
+    shipped = rows(Path("feedback.jsonl"))
+    assert held_out == {q for q in questions_of("feedback.jsonl") if SPLIT.is_held_out(q)}
+    assert num_trained("runs/first") == sum(question(row) not in held_out for row in shipped)
+    # Compare: both models answered each held-out question
     compared = json.loads(Path("comparison/compare.json").read_text())
-    compared_questions = {
-        row["prompt"][0]["content"] for row in rows(Path("comparison/prompts.jsonl"))
-    }
-    assert compared_questions == held_out
-    assert compared["prompts"] == len(compared_questions)
+    assert questions_of("comparison/prompts.jsonl") == held_out
+    assert compared["prompts"] == len(held_out)
     assert compared["trained"] == {}
     assert compared["judges"][0]["win_rate"] is not None
-    # 5 export: a model that transformers loads
+    # Ship: a model that transformers loads, and votes on both models
     AutoModelForCausalLM.from_pretrained("exported")
-    # 6 serve: both models answered users, and the page's vote has been counted
-    tested = rows(Path("ab.jsonl"))
-    assert {row["info"]["run"] for row in tested} == {MODEL, "runs/first"}
-    assert {"Why is the sky blue?", "ab 0"} <= {row["prompt"][0]["content"] for row in tested}
-    # 7 collect again: on the trained model, and train on all votes
-    served = rows(Path("served.jsonl"))
-    assert {row["info"]["run"] for row in served} == {"runs/first"}
-    assert [row["label"] for row in served] == [i % 2 == 0 for i in range(len(USERS))]
+    assert {row["info"]["run"] for row in rows(Path("ab.jsonl"))} == {MODEL, "runs/first"}
+    # Collect again: the votes of the page, and train on all votes
+    votes = {question(row): row["label"] for row in rows(Path("more.jsonl"))}
+    assert votes == {question: i % 3 > 0 for i, question in enumerate(QUESTIONS)}
     everything = [
-        row["prompt"][0]["content"]
-        for name in ("feedback.jsonl", "ab.jsonl", "served.jsonl")
+        question(row)
+        for name in ("feedback.jsonl", "ab.jsonl", "more.jsonl")
         for row in rows(Path(name))
     ]
     trained = [question for question in everything if not SPLIT.is_held_out(question)]
-    assert num_trained("runs/second") == len(trained) < len(everything)
+    assert len(trained) < len(everything)
+    assert num_trained("runs/second") == len(trained)
+    # More feedback: half of the same rows
+    assert num_trained("runs/half") == num_trained("runs/first") // 2
+
+
+def question(row: dict[str, Any]) -> str:
+    return row["prompt"][0]["content"]
 
 
 def num_trained(run: str) -> int:

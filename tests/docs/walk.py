@@ -342,8 +342,8 @@ class Walk:
                 place_model(word)
         if words[0] == "demo":
             place_model(f"demo/{MODEL}")
-        if words[0] == "init":
-            Path("recipe.yaml").unlink()  # of a page that does not show one
+        if words[0] == "init" and "--out" not in words:
+            Path("recipe.yaml").unlink(missing_ok=True)  # of a page that does not show one
 
     def _serve(self, words: list[str]) -> None:
         """Starts a server and waits until it says that it serves. It ends with the walk."""

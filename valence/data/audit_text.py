@@ -90,7 +90,7 @@ WARNINGS = {
     "length_bias": (
         "good and bad answers differ in length (mean tokens: {lengths})",
         "If the model should not learn the length, balance the lengths (see `valence docs "
-        "thumbs`).",
+        "labels`).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""
@@ -158,7 +158,7 @@ REMARKS = {
         "rows have tokens of another or an unknown tokenizer, so their text is tokenized again: "
         "{rows}",
         "Nothing to do, unless the tokens are those of this model: then add the digest of its "
-        "vocabulary to the rows (see `valence docs data`).",
+        "vocabulary to the rows (see `valence docs rows`).",
     ),
     "logps_missing": (
         "rankings have answers without log-probabilities, so none are used: {rows}",

@@ -1,5 +1,4 @@
-"""``python -m tests.docs.imports`` writes the counts in docs/tasks/import-feedback.md: how many votes
-of an export of each tool are imported, and why the others are skipped.
+"""Exports of all tools with the records that an import skips.
 
 The exports are those that tools wrote (``tests/data/importers/real``) where there are any, and
 otherwise made up, with the cases that such exports have.
@@ -24,14 +23,8 @@ from tests.data.importers import (
     test_phoenix,
 )
 from tests.data.importers.votes import REAL, write_jsonl
-from tests.docs.blocks import ROOT
 from valence.apps.feedback.import_rows import ImportSummary, import_feedback
-from valence.data.importers.records import SKIP_REASONS
-from valence.data.importers.sources import SOURCES, command_name
 from valence.options import ImportOptions
-
-PAGE = ROOT / "docs" / "tasks" / "import-feedback.md"
-START, END = "<!-- counts -->\n", "<!-- end of counts -->\n"
 
 
 def write_langfuse(folder: Path) -> list[str]:
@@ -253,29 +246,3 @@ def summary_of(source: str) -> ImportSummary:
         return import_feedback(
             source, EXPORTS[source](Path()), ImportOptions(out=Path("out.jsonl"))
         )
-
-
-def counts() -> str:
-    """The tables of the page."""
-    lines = ["| Tool | Votes | Rows | Skipped |", "| --- | --- | --- | --- |"]
-    for source in SOURCES:
-        summary = summary_of(source)
-        rows = ", ".join(f"{file.kind}: {file.rows}" for file in summary.files)
-        reasons = ", ".join(f"`{name}`: {item.count}" for name, item in summary.skipped.items())
-        lines.append(
-            f"| `{command_name(source)}` | {summary.votes} | {rows} | {reasons or 'none'} |"
-        )
-    lines += ["", "| Reason | What is skipped |", "| --- | --- |"]
-    lines += [f"| `{reason}` | {words} |" for reason, words in SKIP_REASONS.items()]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def page() -> str:
-    """The page with its tables written again."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(START)
-    after = rest.partition(END)[2]
-    return f"{before}{START}\n{counts()}\n{END}{after}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
