@@ -21,6 +21,7 @@ from valence import cli
 
 LAYERS = (
     "version",
+    "statistics",
     "storage",
     "files",
     "types",
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
     "shipped": (),
+    "statistics": (),
     "storage": ("files",),
     "files": (),
     "terminal": (),
@@ -54,13 +56,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "user_code": (),
     "methods": ("types", "losses", "user_code", "data.kind_names"),
     "models": ("types", "network", "files", "storage", "version"),
-    "data": ("types", "user_code", "files", "storage", "network"),
+    "data": ("types", "user_code", "files", "storage", "network", "statistics"),
     "rollouts": ("types", "network", "files", "storage"),
     "rewards": ("types", "user_code", "network", "files", "storage", "version"),
     "reports": (
         "types",
         "user_code",
         "distributed.process_group",
+        "statistics",
         "storage",
         "files",
         "network",
@@ -80,6 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "export": ("types", "files", "storage", "data", "rollouts"),
     "evaluation": (
         "user_code",
+        "statistics",
         "storage",
         "files",
         "types",

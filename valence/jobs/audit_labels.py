@@ -43,7 +43,7 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.console import Progress
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
-from valence.reports.stats import MIN_CLASS_ROWS, auc, mean
+from valence.statistics import MIN_CLASS_ROWS, auc, mean, right_share
 from valence.targets import is_run, with_files
 from valence.terminal import Terminal, print_message
 from valence.training.prepare import prepare
@@ -567,7 +567,7 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
                 for item, form in zip(items, forms, strict=True)
             ]
             ups, downs = [b for b, _ in better], [w for _, w in better]
-            alone = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
+            alone, _ = right_share([b - w for b, w in better])
         form_features.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, alone))
     return FormAudit(predicted.auc, predicted.interval, tuple(form_features))
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from valence.data.label_audit import RaterAgreement
 from valence.jobs.audit_labels import SIDES, FormAudit, HiddenStateAudit, KindAudit, LabelAudit
 from valence.jobs.select_prompts import Selection
-from valence.reports.stats import MIN_CLASS_ROWS
+from valence.statistics import MIN_CLASS_ROWS
 from valence.terminal import print_message
 
 SHOWN = 5

@@ -12,7 +12,7 @@ from typing import Any
 from valence.reports.formatting import duration, number, text
 from valence.reports.rows import Json, groups, margin, rewards_by_class, source, value, verdict
 from valence.reports.rundata import RunData
-from valence.reports.stats import finite, quantile, short, sigmoid, wilson
+from valence.statistics import finite, quantile, sigmoid, wilson
 
 COLOURS = ("#3b7ddd", "#d9661f", "#8b62d6", "#2a9d74")
 """Colours of lines and bars; readable on white and on black, and by colour-blind people."""
@@ -60,6 +60,11 @@ def translucent(colour: str, opacity: float) -> str:
     """A colour as ``#rrggbb`` with this opacity."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity:g})"
+
+
+def short(value: float) -> float:
+    """At six significant digits, which is more than a chart shows and half the bytes."""
+    return float(f"{value:.6g}")
 
 
 # Histograms

@@ -16,7 +16,7 @@ from valence.reports.formatting import exact, flatten, visible
 from valence.reports.rows import Json
 from valence.reports.rundata import RunData, read_run
 from valence.reports.runs import RunLine, list_runs
-from valence.reports.stats import finite
+from valence.statistics import finite
 
 HEADLINES = (
     "reward/mean",

@@ -25,7 +25,7 @@ from valence.reports.rows import (
     verdict,
 )
 from valence.reports.rundata import RunData
-from valence.reports.stats import finite, mean, spearman
+from valence.statistics import finite, mean, spearman
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ from valence.reports.rows import (
 )
 from valence.reports.rows import verdict as label_of
 from valence.reports.rundata import RunData, read_run
-from valence.reports.stats import finite
 from valence.reports.verdict import run_verdict
+from valence.statistics import finite
 from valence.storage import atomic_write
 from valence.types import plural
 

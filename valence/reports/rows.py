@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
-from valence.reports.stats import finite, mean, ranks
+from valence.statistics import finite, mean, ranks
 
 Json = Mapping[str, Any]
 Scored = tuple[Json, float]

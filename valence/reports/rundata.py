@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from valence.files import missing_run
 from valence.reports.formatting import audit_warnings
 from valence.reports.rows import Json, margin, rewards_by_class
-from valence.reports.stats import quantile
+from valence.statistics import quantile
 from valence.storage import KEY, ChecksumError, verify, verify_text
 
 T = TypeVar("T")

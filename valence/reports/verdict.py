@@ -17,7 +17,7 @@ from valence.reports.diagnostics import main_warning
 from valence.reports.formatting import number
 from valence.reports.rows import is_pair, is_rollout, margin, per_token, value, verdict
 from valence.reports.rundata import FILES, RunData, read_run
-from valence.reports.stats import (
+from valence.statistics import (
     MIN_CLASS_ROWS,
     Z95,
     auc,

@@ -23,8 +23,8 @@ from valence.reports.formatting import duration, exact, number, text, visible
 from valence.reports.page import MARK
 from valence.reports.rendering import Charts, plotly_js, render_page
 from valence.reports.rundata import read_run
-from valence.reports.stats import finite, mean, student_interval
 from valence.reports.verdict import run_verdict
+from valence.statistics import deviation, finite, mean, student_interval
 from valence.storage import atomic_write
 from valence.sweeps.grid import label_of, short_names
 from valence.sweeps.objective import VERDICT_METRICS
@@ -69,10 +69,7 @@ class Candidate:
     def deviation(self) -> float | None:
         """Standard deviation of the objective over two or more seeds."""
         values = list(self.by_seed().values())
-        if len(values) < 2:
-            return None
-        middle = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+        return deviation(values) if len(values) > 1 else None
 
     @property
     def note(self) -> str:

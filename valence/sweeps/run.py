@@ -29,7 +29,7 @@ from valence.errors import UserError
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
 from valence.reports.rundata import RunData, read_run
-from valence.reports.stats import finite
+from valence.statistics import finite
 from valence.storage import checksum, holder, read_json
 from valence.sweeps.grid import Grid, label_of, load
 from valence.sweeps.objective import Objectives

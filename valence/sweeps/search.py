@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError, install_command
-from valence.reports.stats import mean
+from valence.statistics import mean
 from valence.storage import publish
 from valence.sweeps.grid import Grid, ValueRange
 from valence.sweeps.state import SweepState, Trial
