@@ -102,7 +102,7 @@ class Killed:
         for step in range(first, last + 1):
             if step % 3 == 0:
                 (self.folder / "eval" / f"step-{step}.json").write_text(
-                    json.dumps({"step": step, "rows": ROWS})
+                    json.dumps({"step": step, "metrics": {}, "rows": ROWS})
                 )
                 fan.table(SAMPLES, step, ROWS)
             fan.log(record(step))

@@ -201,7 +201,7 @@ def test_a_best_configuration_that_does_not_improve_the_model_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, low: float, high: float
 ) -> None:
     verdict = Verdict(cast(Any, state), "", "", 0.5, low, high, 0.5, 24)
-    monkeypatch.setattr(sweep_results, "read_run", lambda folder: None)
+    monkeypatch.setattr(sweep_results.RunRecord, "read", lambda folder: None)
     monkeypatch.setattr(sweep_results, "run_verdict", lambda run: verdict)
     results = compute_results(state_of(tmp_path, VALUES))
     expected = {"low": low, "high": high, "rows": 24, "no_change": 0.5, "verdict": state}

@@ -49,7 +49,7 @@ def report(
         write_out,
     )
     from valence.reports.page import report_markdown
-    from valence.reports.rundata import read_run
+    from valence.reports.run_record import RunRecord
 
     lines = find_runs(runs)
     several = len(lines) > 1
@@ -60,7 +60,7 @@ def report(
         content = (
             comparison_markdown(read_runs(lines))
             if several
-            else report_markdown(read_run(lines[0].path))
+            else report_markdown(RunRecord.read(lines[0].path))
         )
     else:
         content = (

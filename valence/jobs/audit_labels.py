@@ -43,8 +43,9 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.console import Progress
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
+from valence.reports.run_record import is_run
 from valence.statistics import MIN_CLASS_ROWS, auc, mean, right_share
-from valence.targets import is_run, with_files
+from valence.targets import with_files
 from valence.terminal import Terminal, print_message
 from valence.training.prepare import prepare
 from valence.training.scorers import LogProbScorer, RewardModelScorer, load_scorer

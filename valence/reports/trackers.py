@@ -16,7 +16,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from valence.errors import UserError, install_command
 from valence.files import refuse_links
 from valence.network import has_credentials
 from valence.reports.formatting import exact, number, visible
+from valence.reports.run_record import LOG, read_log, read_rows
 from valence.reports.sinks import SAMPLES, Record, Sink, capture_error, samples
 from valence.storage import add_checksum, atomic_write, make_folder, read_json, verify
 from valence.user_code.plugins import load_plugin
@@ -146,7 +147,7 @@ class Tracker:
             os.environ.setdefault(name, value)
         if self.name != "trackio":  # it reads its folder on import; see _import_trackio
             importlib.import_module(LIBRARIES[self.name])
-        records = list(_read_log(folder)) if resumed else []
+        records = read_log(folder / LOG) if resumed else []
         plain = json.loads(json.dumps(config, default=str))
         self._submit(lambda: self._open(plain, folder, records, resumed))
         self._thread = threading.Thread(target=self._work, name=f"valence {self.name}", daemon=True)
@@ -276,19 +277,12 @@ def numbers_of(record: Record) -> dict[str, float]:
     }
 
 
-def _read_log(folder: Path) -> Iterator[Record]:
-    path = folder / "metrics.jsonl"
-    if path.is_file():
-        with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-
-
 def _read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
     """The samples of an earlier evaluation; empty if its file has been removed."""
-    path = folder / "eval" / f"step-{step}.json"
-    if not path.is_file():
+    try:
+        return samples(read_rows(folder, step))
+    except FileNotFoundError:
         return []
-    return samples(verify(read_json(path))["rows"])
 
 
 class TensorBoard:
