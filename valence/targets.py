@@ -20,7 +20,7 @@ from valence.errors import UserError
 from valence.methods import Method
 from valence.models.loading import loading
 from valence.models.speed import automatic_dtype
-from valence.reports.run_record import RECIPE, config_of, is_run, undamaged_facts
+from valence.reports.run_record import RECIPE, config_of, is_run, read_undamaged_facts
 from valence.storage import read_json
 from valence.user_code.load import is_import_path
 
@@ -123,7 +123,7 @@ def custom_method(run_dir: Path) -> str | None:
 
 def _stand_in(run_dir: Path) -> str:
     """The method of Valence that stands in for the user's, as the run recorded it."""
-    name = undamaged_facts(run_dir).get("stand_in")
+    name = read_undamaged_facts(run_dir).get("stand_in")
     return (
         name if isinstance(name, str) and not is_import_path(name) else METHOD_FOR["demonstration"]
     )

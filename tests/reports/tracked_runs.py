@@ -111,7 +111,7 @@ class Killed:
         if closes:
             fan.close("done")
         else:
-            tracker.table(SAMPLES, last, [])  # an empty one: when it is taken, all before are done
+            tracker.log({"step": last})  # an empty one: when it is taken, all before are done
             until = time.monotonic() + 20
             while tracker.waiting and time.monotonic() < until:
                 time.sleep(0.01)

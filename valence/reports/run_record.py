@@ -81,17 +81,17 @@ class RunRecord:
         first, last, bands = _evaluations(run_dir / EVALUATIONS, problems, until)
         return cls(
             path=run_dir,
-            config=read(RECIPE, _mapping_of_yaml, {}),
+            config=read(RECIPE, _parse_yaml, {}),
             config_text=read(RECIPE, str, ""),
-            audit=read(AUDIT, _audit, {}),
+            audit=read(AUDIT, _check_audit, {}),
             metrics=_merged_log(run_dir / LOG, problems),
             first=first,
             last=last,
             bands=bands,
-            trained=read(f"{EVALUATIONS}/train.json", _evaluation, None),
-            test=read(f"{EVALUATIONS}/test.json", _evaluation, None),
-            samples=read(SAMPLES, _samples, ()),
-            facts=read(FACTS, _facts, {}),
+            trained=read(f"{EVALUATIONS}/train.json", _check_evaluation, None),
+            test=read(f"{EVALUATIONS}/test.json", _check_evaluation, None),
+            samples=read(SAMPLES, _check_samples, ()),
+            facts=read(FACTS, _check_facts, {}),
             problems=tuple(dict.fromkeys(problems)),
         )
 
@@ -137,10 +137,10 @@ def _read_or_note(path: Path, check: Callable[[Any], T], missing: T, problems: l
 
 def read_facts(run_dir: Path) -> dict[str, Any]:
     """The content of run.json."""
-    return _read(run_dir / FACTS, _facts)
+    return _read(run_dir / FACTS, _check_facts)
 
 
-def undamaged_facts(run_dir: Path) -> dict[str, Any]:
+def read_undamaged_facts(run_dir: Path) -> dict[str, Any]:
     """The content of run.json, empty if it is missing or damaged."""
     try:
         return read_facts(run_dir)
@@ -150,7 +150,7 @@ def undamaged_facts(run_dir: Path) -> dict[str, Any]:
 
 def read_samples(run_dir: Path) -> tuple[Json, ...]:
     """The completions of samples.json."""
-    return _read(run_dir / SAMPLES, _samples)
+    return _read(run_dir / SAMPLES, _check_samples)
 
 
 def evaluation_file(step: int) -> str:
@@ -160,7 +160,7 @@ def evaluation_file(step: int) -> str:
 
 def read_rows(run_dir: Path, step: int) -> list[Json]:
     """The held-out rows that were evaluated after a step."""
-    return _read(run_dir / evaluation_file(step), _evaluation)["rows"]
+    return _read(run_dir / evaluation_file(step), _check_evaluation)["rows"]
 
 
 def read_for_card(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -168,9 +168,8 @@ def read_for_card(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises UserError if one of them is damaged.
     """
-    facts, audit = (
-        _undamaged(run_dir / name, check) for name, check in ((FACTS, _facts), (AUDIT, _audit))
-    )
+    facts = _undamaged(run_dir / FACTS, _check_facts)
+    audit = _undamaged(run_dir / AUDIT, _check_audit)
     return facts, audit.get("train", {})
 
 
@@ -258,11 +257,14 @@ def config_of(run_dir: Path) -> Path:
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
     """The recipe of a run, and the folder in which it was started, to which its paths are relative.
 
-    Raises UserError if the folder is not a run.
+    The folder is None if run.json is missing or damaged. Raises UserError if the folder is not a
+    run.
     """
     require_folder(run_dir, "use a run folder; for a recipe, run `valence train`")
     recipe = config_of(run_dir)
-    place = undamaged_facts(run_dir).get("cwd")  # if damaged, the facts in a checkpoint are used
+    place = read_undamaged_facts(run_dir).get(
+        "cwd"
+    )  # if damaged, the facts in a checkpoint are used
     return recipe, Path(place) if isinstance(place, str) else None
 
 
@@ -387,9 +389,9 @@ def _evaluations(
     paths = sorted(steps, key=lambda path: steps[path])
     first = last = None
     while paths and first is None:
-        first = _read_or_note(paths.pop(0), _evaluation, None, problems)
+        first = _read_or_note(paths.pop(0), _check_evaluation, None, problems)
     while paths and last is None:
-        last = _read_or_note(paths.pop(), _evaluation, None, problems)
+        last = _read_or_note(paths.pop(), _check_evaluation, None, problems)
     last = last or first
     bands = {e["step"]: bands_of(e["rows"]) for e in (first, last) if e}
     for path in _some(paths):
@@ -427,42 +429,42 @@ def _bands(path: Path, _changed: int, _size: int) -> tuple[int, dict[str, tuple[
     content, error = _load(path)
     if error:
         raise ValueError("its checksum is wrong")
-    evaluation = _evaluation(content)
+    evaluation = _check_evaluation(content)
     return evaluation["step"], bands_of(evaluation["rows"])
 
 
 # The expected content of each file. All functions raise ValueError for other content.
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _check_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return {name: item for name, item in value.items() if name != KEY}
 
 
-def _samples(value: Any) -> tuple[Json, ...]:
+def _check_samples(value: Any) -> tuple[Json, ...]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError("not a list of JSON objects")
     return tuple(value)
 
 
-def _audit(value: Any) -> dict[str, Any]:
-    audits = _object(value)
+def _check_audit(value: Any) -> dict[str, Any]:
+    audits = _check_object(value)
     if not all(isinstance(audit, dict) for audit in audits.values()):
         raise ValueError("not an audit with an object for each list of rows")
     return audits
 
 
-def _facts(value: Any) -> dict[str, Any]:
-    facts = _object(value)
+def _check_facts(value: Any) -> dict[str, Any]:
+    facts = _check_object(value)
     kinds = {"changed": list, "warnings": list, "notes": list, "versions": dict}
     if not all(isinstance(facts.get(name, kind()), kind) for name, kind in kinds.items()):
         raise ValueError("not the facts of a run")
     return facts
 
 
-def _evaluation(value: Any) -> Json:
-    evaluation = _object(value)
+def _check_evaluation(value: Any) -> Json:
+    evaluation = _check_object(value)
     kinds = {"step": int, "metrics": dict, "rows": list}
     if not all(isinstance(evaluation.get(name), kind) for name, kind in kinds.items()):
         raise ValueError("not an evaluation with step, metrics and rows")
@@ -471,7 +473,7 @@ def _evaluation(value: Any) -> Json:
     return evaluation
 
 
-def _mapping_of_yaml(text: str) -> Json:
+def _parse_yaml(text: str) -> Json:
     from ruamel.yaml import YAML, YAMLError
 
     try:

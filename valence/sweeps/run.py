@@ -28,7 +28,7 @@ from valence.distributed.launcher import STOPPED, end_with_parent
 from valence.errors import UserError
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
-from valence.reports.run_record import LOG, RunRecord, undamaged_facts
+from valence.reports.run_record import LOG, RunRecord, read_undamaged_facts
 from valence.statistics import finite
 from valence.storage import checksum, holder
 from valence.sweeps.grid import Grid, label_of, load
@@ -357,7 +357,7 @@ class SweepRunner:
         """Stop a trial whose objective is worse than the median of the finished trials at the same
         step. The decision is stored before the trial ends, so that it stays the same after a kill.
         """
-        total = undamaged_facts(run_dir).get("total_steps") or 0
+        total = read_undamaged_facts(run_dir).get("total_steps") or 0
         if not self.options.stops_early or not total * MIN_SHARE <= step < total:
             return False
         for other in self.state.included:
@@ -413,7 +413,7 @@ class SweepRunner:
             time.sleep(POLL_SECONDS)
 
     def _progress(self, trial: Trial, step: int, run_dir: Path) -> Progress:
-        total = undamaged_facts(run_dir).get("total_steps") or 0
+        total = read_undamaged_facts(run_dir).get("total_steps") or 0
         return Progress(
             self.console,
             f"  trial {self._place(trial)}",
