@@ -228,7 +228,7 @@ class Wandb:
         self._run.finish(exit_code=0 if status == "done" else 1)
 
 
-def _cells(rows: Rows) -> dict[str, list[Any]]:
+def _cells(rows: Rows) -> dict[str, Any]:
     """A table for wandb and trackio."""
     columns = list(rows[0])
     return {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
