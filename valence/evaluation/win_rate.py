@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from valence.reports.regression import fit_logistic
-from valence.statistics import deviation, quantile, wilson
+from valence.statistics import quantile, wilson
 
 NUM_RESAMPLES = 2000
 PENALTY = 0.01
@@ -87,7 +87,7 @@ def length_controlled_rate(
 def length_terms(length_differences: Sequence[float]) -> Array:
     """tanh(d / std(d)) of each prompt; 0 if all differences are the same."""
     differences = np.asarray(length_differences, dtype=np.float64)
-    std = deviation(length_differences) if len(differences) > 1 else 0.0
+    std = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
     return np.tanh(differences / std) if std else np.zeros_like(differences)
 
 
