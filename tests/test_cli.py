@@ -23,7 +23,7 @@ from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.common import NOTHING_STARTED
 from valence.methods import METHODS, ONLINE
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 from valence.reports.verdict import held_out_verdict, outputs, run_verdict
 from valence.training import plan
 from valence.types import plural
@@ -54,7 +54,7 @@ def test_train_then_evaluate_sample_and_export(
         == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
     )
     assert [row["in_train"] for row in result["rows"]] == [True] * 4
-    assert run_verdict(read_run(place / "runs/first")).state == "unmeasured"
+    assert run_verdict(RunRecord.read(place / "runs/first")).state == "unmeasured"
     assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
     assert json.loads((place / "start.json").read_text())["metrics"][
         "rewards/margins"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from valence.errors import UserError
 from valence.methods import Method
 from valence.models.loading import loading
 from valence.models.speed import automatic_dtype
-from valence.reports.runs import config_of
-from valence.storage import read_json, read_object
+from valence.reports.run_record import RECIPE, config_of, is_run, read_undamaged_facts
+from valence.storage import read_json
 from valence.user_code.load import is_import_path
 
 TRUST = (
@@ -63,7 +62,7 @@ def _check_has_model(folder: Path) -> None:
     files = ("config.json", "adapter_config.json", "*.gguf")
     if not folder.is_dir() or any(any(folder.glob(name)) for name in files):
         return
-    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    runs = sorted(path.parent for path in folder.glob(f"*/{RECIPE}"))
     example = f", such as {runs[-1]}" if runs else ""
     raise UserError(
         "the folder contains no run, model or adapter",
@@ -81,15 +80,11 @@ def _base_of_adapter(folder: Path, name: str) -> str:
     the path of a local base model; the run around the adapter has all of it. Otherwise
     ``model.name=FOLDER`` on the command line gives it.
     """
-    config = folder.parent / "config.yaml"
+    config = folder.parent / RECIPE
     if "/" in name or Path(name).exists() or not config.is_file():
         return name
     recorded = load_recipe(config, [], training=False).recipe.model.name
     return recorded if Path(recorded).name == name else name
-
-
-def is_run(target: str) -> bool:
-    return Path(target, "config.yaml").is_file()
 
 
 def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -128,9 +123,7 @@ def custom_method(run_dir: Path) -> str | None:
 
 def _stand_in(run_dir: Path) -> str:
     """The method of Valence that stands in for the user's, as the run recorded it."""
-    name = None
-    with suppress(OSError, ValueError):
-        name = read_object(run_dir / "run.json").get("stand_in")
+    name = read_undamaged_facts(run_dir).get("stand_in")
     return (
         name if isinstance(name, str) and not is_import_path(name) else METHOD_FOR["demonstration"]
     )
@@ -144,7 +137,7 @@ def require_loss(run_dir: Path, recipe: Recipe) -> None:
     raise UserError(
         f"this needs the loss of the run, and would execute {name}",
         code="code-not-trusted",
-        where=str(run_dir / "config.yaml"),
+        where=str(run_dir / RECIPE),
         fix=f"check this code, then add method={name}",
     )
 

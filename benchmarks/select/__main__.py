@@ -42,7 +42,7 @@ from valence.apps.feedback.audit_labels import C_STATES, hidden_states, load_pol
 from valence.apps.feedback.select_prompts import farthest_first, prompt_unit
 from valence.data.load import DataFile, stream
 from valence.reports.regression import fit_logistic, standardize
-from valence.reports.stats import auc, mean_interval, quantile
+from valence.statistics import auc, mean_interval, quantile
 from valence.targets import with_files
 from valence.types import Judgement, content_id
 

@@ -39,7 +39,7 @@ from valence.data.load import DataFile, stream
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
 from valence.reports.rows import surprise
-from valence.reports.stats import mean_interval
+from valence.statistics import mean_interval
 from valence.targets import with_files
 from valence.types import Judgement, content_id
 

@@ -81,10 +81,7 @@ def main() -> None:
     valence(options.out, "sample", "run", "--prompt", question, "data.as_chat=true")
     print(f"\nRows    {options.out / 'feedback.jsonl'}")
     print(f"Report  {options.out / 'run' / 'report.html'}  (open it in a browser)")
-    print(
-        f"{NUM_QUESTIONS} votes show the way; docs/start.md says how many make a "
-        "better model."
-    )
+    print(f"{NUM_QUESTIONS} votes show the way; docs/start.md says how many make a better model.")
 
 
 def collect_votes(url: str, out: Path) -> None:

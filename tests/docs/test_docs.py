@@ -316,7 +316,10 @@ def test_the_page_of_pitfalls_is_up_to_date_and_its_tests_exist() -> None:
 def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
     rows = [
         json.loads(line)
-        for line in text("docs/feedback/rows.md").split("```json\n")[-1].split("```")[0].splitlines()
+        for line in text("docs/feedback/rows.md")
+        .split("```json\n")[-1]
+        .split("```")[0]
+        .splitlines()
     ]
     kinds = [load([InMemory([row])], kind).files[0].format for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True

@@ -14,7 +14,7 @@ from scipy.optimize import minimize
 
 from valence.evaluation import win_rate as module
 from valence.evaluation.win_rate import length_controlled_rate, length_terms, win_rate
-from valence.reports.stats import wilson
+from valence.statistics import wilson
 
 
 def outcomes(

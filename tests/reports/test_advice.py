@@ -14,14 +14,14 @@ from tests.reports.synthetic import AUDIT
 from tests.reports.test_signs import Json, ended, healthy, logged
 from valence.methods import METHODS, ONLINE, Method
 from valence.reports.diagnostics import Advice, CollapseDetector, diagnose
-from valence.reports.rundata import RunData
+from valence.reports.run_record import RunRecord
 
 __all__ = ["healthy"]
 
 LONG = {"train": {**AUDIT["train"], "truncation": {"rows": 9, "too_long": 9, "max_length": 8}}}
 
 
-def lengths(run: RunData) -> RunData:
+def lengths(run: RunRecord) -> RunRecord:
     """Longer answers gain, of both classes; preferred ones are longer."""
     rng = random.Random(0)
 
@@ -50,7 +50,7 @@ def overfits(record: Json, at: float) -> Json:
     return {"loss": 0.5 - 0.4 * at} | held_out
 
 
-Change = Callable[[RunData], RunData]
+Change = Callable[[RunRecord], RunRecord]
 OFFLINE: dict[str, Change] = {
     "not finite": lambda run: logged(run, lambda _, at: {"loss": "nan"} if at > 0.5 else {}),
     "skipped": lambda run: logged(run, lambda *_: {"skipped": 1.0}),
@@ -99,7 +99,7 @@ def names_in(advice: str) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_advice_names_what_the_method_accepts(case: str, healthy: dict[str, RunData]) -> None:
+def test_advice_names_what_the_method_accepts(case: str, healthy: dict[str, RunRecord]) -> None:
     kind, changes, methods = CASES[case]
     assert len(methods) >= 4
     for name, change in changes.items():
@@ -121,7 +121,7 @@ def test_advice_names_what_the_method_accepts(case: str, healthy: dict[str, RunD
             assert method.name not in others
 
 
-def test_thumbs_are_not_advised_to_use_a_loss_of_pairs(healthy: dict[str, RunData]) -> None:
+def test_thumbs_are_not_advised_to_use_a_loss_of_pairs(healthy: dict[str, RunRecord]) -> None:
     for name in ("length", "rarer"):
         (diagnosis,) = diagnose(OFFLINE[name](healthy["thumbs"]))
         assert names_in(diagnosis.advice)[1] == set()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from valence.reports.stats import MIN_CLASS_ROWS
 from valence.reports.verdict import Verdict, held_out_verdict, rows_needed
+from valence.statistics import MIN_CLASS_ROWS
 
 SEEDS = range(20)
 NUM_ROWS = 120

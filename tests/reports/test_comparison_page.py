@@ -19,7 +19,7 @@ from valence.reports import comparison
 from valence.reports.comparable_runs import ComparedRun
 from valence.reports.comparison import BEST, comparison_markdown, comparison_page, tables, write_out
 from valence.reports.page import report_markdown
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 
 HOSTILE = (
     "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> | **b** "
@@ -129,7 +129,7 @@ def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
         command="valence train x.yaml",
         warnings=["loss <jumped>"],
     )
-    out = report_markdown(read_run(run))
+    out = report_markdown(RunRecord.read(run))
     [sentence] = [line for line in out.splitlines() if line.startswith("**kto**")]
     assert all(fact in sentence for fact in ("16", "org/tiny-chat", "rows.jsonl", "20", "1m05s"))
     [header] = [line for line in out.splitlines() if line.count("|") == 5 and "step" in line]
@@ -143,11 +143,11 @@ def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
 
 def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "one")
-    before = report_markdown(read_run(run)).splitlines()
+    before = report_markdown(RunRecord.read(run)).splitlines()
     (run / "audit.json").write_text('{"train": {"findings": ["none"]}}')
     [messages] = [
         line
-        for line in report_markdown(read_run(run)).splitlines()
+        for line in report_markdown(RunRecord.read(run)).splitlines()
         if line.startswith("- ") and line not in before
     ]
     assert "train" in messages
@@ -156,11 +156,11 @@ def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
 
 def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "first", status="interrupted")
-    out = report_markdown(read_run(run))
+    out = report_markdown(RunRecord.read(run))
     assert "interrupted" in out
     assert "held-out rows |" not in out
     (tmp_path / "empty").mkdir()
-    assert "config.yaml" in report_markdown(read_run(tmp_path / "empty"))
+    assert "config.yaml" in report_markdown(RunRecord.read(tmp_path / "empty"))
 
 
 def test_only_files_of_the_command_are_overwritten(tmp_path: Path, two: list[ComparedRun]) -> None:

@@ -10,12 +10,12 @@ import pytest
 from tests.errors import raises_error
 from tests.reports.hostile import HOSTILE, Page, charts
 from tests.reports.synthetic import write_run
-from valence.reports import rundata
+from valence.reports import run_record
 from valence.reports.charts import MAX_POINTS
 from valence.reports.formatting import flatten
 from valence.reports.page import HEADLINES, report_markdown, write_page
 from valence.reports.rendering import plotly_js
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 
 
 def test_the_page_of_a_finished_run_has_everything(run_dir):
@@ -107,7 +107,7 @@ def test_a_damaged_file_leaves_a_gap_and_is_named(run_dir, name, damage):
 def test_a_torn_last_line_of_metrics_is_named_and_the_rest_is_used(run_dir):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "lo')
-    run = read_run(run_dir)
+    run = RunRecord.read(run_dir)
     assert run.metrics[-1]["step"] == 60
     [problem] = run.problems
     assert problem.startswith("metrics.jsonl:64 ")
@@ -121,7 +121,7 @@ def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
         '{"step": 1, "eval/loss": 3.0}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_run(tmp_path).metrics == (
+    assert RunRecord.read(tmp_path).metrics == (
         {"step": 1, "loss": 1.0, "eval/loss": 3.0},
         {"step": 2, "loss": 2.0},
     )
@@ -141,10 +141,10 @@ def test_a_run_without_samples_explains_how_to_get_some(tmp_path):
     run = write_run(tmp_path / "run", "thumbs")
     setting = "run.samples.prompts"
     assert setting not in Page(write_page(run)).text.split("Answers")[0]
-    assert setting not in report_markdown(read_run(run))
+    assert setting not in report_markdown(RunRecord.read(run))
     (run / "samples.json").unlink()
     assert setting in Page(write_page(run)).text.split("Warnings")[0]
-    assert setting in report_markdown(read_run(run)).splitlines()[2]
+    assert setting in report_markdown(RunRecord.read(run)).splitlines()[2]
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
@@ -194,11 +194,11 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
 
 def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path, monkeypatch):
     folder = write_run(tmp_path, "thumbs", times=7)
-    assert len(read_run(folder).bands) == 7
-    monkeypatch.setattr(rundata, "BETWEEN", 2)
-    assert len(read_run(folder).bands) == 4
-    monkeypatch.setattr(rundata, "BETWEEN_BYTES", 1)
-    assert list(read_run(folder).bands) == [0, 60]
+    assert len(RunRecord.read(folder).bands) == 7
+    monkeypatch.setattr(run_record, "BETWEEN", 2)
+    assert len(RunRecord.read(folder).bands) == 4
+    monkeypatch.setattr(run_record, "BETWEEN_BYTES", 1)
+    assert list(RunRecord.read(folder).bands) == [0, 60]
 
 
 def test_the_page_of_a_running_run_shows_progress_and_reloads(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from tests.reports.hostile import Page, charts
 from tests.reports.synthetic import write_run
-from valence.reports import rundata
 from valence.reports.charts import (
     MAX_BARS,
     MAX_POINTS,
@@ -20,21 +19,27 @@ from valence.reports.charts import (
 )
 from valence.reports.diagnostics import diagnose
 from valence.reports.page import seconds_per_step, write_page
-from valence.reports.rundata import read_run
+from valence.reports.rows import bands_of
+from valence.reports.run_record import RunRecord
 
 
 def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path):
     losses = ("0.5", '"nan"', "NaN", "0.4")
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert curves(read_run(tmp_path))["Learning"]["Loss"]["data"][0]["y"] == [0.5, None, None, 0.4]
-    [warning] = [sign for sign in diagnose(read_run(tmp_path)) if sign.name == "not finite"]
+    assert curves(RunRecord.read(tmp_path))["Learning"]["Loss"]["data"][0]["y"] == [
+        0.5,
+        None,
+        None,
+        0.4,
+    ]
+    [warning] = [sign for sign in diagnose(RunRecord.read(tmp_path)) if sign.name == "not finite"]
     assert re.findall(r"\d+", warning.message) == ["2", "2"]
     assert warning.message in Page(write_page(tmp_path)).text
 
 
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
-    result = curves(read_run(run_dir))
+    result = curves(RunRecord.read(run_dir))
     named = [t.get("name") for t in result["Learning"]["Rewards by class"]["data"]]
     # each with the band of the evaluations' rows
     assert named == [
@@ -64,7 +69,7 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
 
 
 def test_reward_and_kl_of_online_runs_have_charts(tmp_path):
-    result = curves(read_run(write_run(tmp_path, "own")))
+    result = curves(RunRecord.read(write_run(tmp_path, "own")))
     reward = result["Learning"]["Reward of sampled answers"]
     assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]
     assert "band" in reward["note"]
@@ -76,9 +81,9 @@ def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
     rows = [{"label": True, "reward": float(i)} for i in range(11)] + [
         {"label": False, "reward": -2.0}
     ]
-    assert rundata.bands_of(rows) == {"chosen": (1.0, 9.0), "rejected": (-2.0, -2.0)}
+    assert bands_of(rows) == {"chosen": (1.0, 9.0), "rejected": (-2.0, -2.0)}
     pairs = [{"reward_chosen": float(i), "reward_rejected": -1.0} for i in range(11)]
-    assert rundata.bands_of(pairs) == {
+    assert bands_of(pairs) == {
         "chosen": (1.0, 9.0),
         "rejected": (-1.0, -1.0),
         "margins": (2.0, 10.0),
@@ -86,7 +91,7 @@ def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
 
 
 def test_the_times_of_all_phases_are_stacked_completely(tmp_path):
-    run = read_run(write_run(tmp_path, "own", steps=130, times=3))
+    run = RunRecord.read(write_run(tmp_path, "own", steps=130, times=3))
     traces = {t["name"].split(" ")[0]: t for t in curves(run)["Machine"]["Time"]["data"]}
     assert set(traces) == {"training", "rollout", "reward", "measuring", "evaluation"}
     assert len(traces["training"]["x"]) <= MAX_BARS
@@ -104,7 +109,7 @@ def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
     assert seconds_per_step(log[:3]) == 3.5
     assert seconds_per_step(log) == pytest.approx(72.5 / 25)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
-    traces = curves(read_run(tmp_path))["Machine"]["Time"]["data"]
+    traces = curves(RunRecord.read(tmp_path))["Machine"]["Time"]["data"]
     assert {t["name"]: t["y"] for t in traces} == {
         "training (18s)": [5.0, 5.0, 5.0, 2.5],
         "rollout (1m30s)": [30.0, 30.0, 30.0, 0.0],
@@ -126,7 +131,7 @@ def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extrem
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * MAX_POINTS))
     )
-    band, line = curves(read_run(tmp_path))["Learning"]["Loss"]["data"]
+    band, line = curves(RunRecord.read(tmp_path))["Learning"]["Loss"]["data"]
     assert len(line["x"]) == MAX_POINTS
     assert set(line["y"]) == {0.5}
     assert line["x"][0] == 2
@@ -161,11 +166,11 @@ def test_rewards_are_shown_by_length_and_by_source():
 
 
 def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
-    run = read_run(write_run(tmp_path, "thumbs"))
+    run = RunRecord.read(write_run(tmp_path, "thumbs"))
     result = reward_histograms(run.first, run.last)
     assert set(result) == {"By class", "By length of the answer", "By source"}
     assert {sum(sum(t["y"]) for t in figure["data"]) for figure in result.values()} == {60}
-    actual = read_run(write_run(tmp_path / "own", "own"))
+    actual = RunRecord.read(write_run(tmp_path / "own", "own"))
     assert {
         "By class",
         "By length of the answer, step 0",

@@ -23,7 +23,6 @@ from valence.reports.rows import (
     verdict,
     worth,
 )
-from valence.reports.stats import finite, quantile, ranks, sigmoid, spearman, wilson
 
 Json = dict[str, Any]
 
@@ -212,29 +211,3 @@ def test_answers_are_distinguished_by_class_and_side() -> None:
     assert rewards_by_class([]) == {}
     assert source({"origin": "a/b.jsonl:12"}) == "a/b.jsonl"
     assert source({"source": "named", "origin": "a.jsonl:1"}) == "named"
-
-
-def test_statistics_agree_with_those_of_scipy() -> None:
-    scipy = pytest.importorskip("scipy.stats", reason="scipy is not installed")
-    rng = random.Random(0)
-    a = [rng.randint(0, 9) + 0.0 for _ in range(50)]
-    b = [x + rng.gauss(0, 4) for x in a]
-    assert ranks(a) == [rank - 1 for rank in scipy.rankdata(a)]
-    assert spearman(a, b) == pytest.approx(scipy.spearmanr(a, b).statistic)
-    assert wilson(7, 9) == pytest.approx(
-        tuple(scipy.binomtest(7, 9).proportion_ci(method="wilson")), rel=1e-4
-    )
-    assert spearman([1.0, 1.0], [1.0, 2.0]) is None
-
-
-def test_small_statistics() -> None:
-    assert quantile([3.0, 1.0, 2.0], 0.25) == 1.5
-    assert quantile([4.0], 0.9) == 4.0
-    assert wilson(0, 10)[0] == 0.0
-    assert sigmoid(-800.0) == 0.0
-    assert sigmoid(800.0) == 1.0
-    assert [finite(item) for item in (1, 1.5, True, "1", math.nan, math.inf, 10**400, None)] == [
-        True,
-        True,
-        *[False] * 6,
-    ]

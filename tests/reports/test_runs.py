@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.errors import raises_error
-from valence.reports import runs
+from valence.reports import run_record, runs
 from valence.reports.runs import RunLine, as_json, list_runs, table
 
 
@@ -165,7 +165,7 @@ def test_time_left(tmp_path: Path, log: Any, left: float | None) -> None:
 def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = [*steps(*[100.0] * 50, note="x" * 50), *steps(*[2.0] * 50, first=51, note="x" * 50)]
     run = a_run(tmp_path / "run", log=log, status="running", total_steps=110)
-    monkeypatch.setattr(runs, "TAIL", 2000)
+    monkeypatch.setattr(run_record, "TAIL", 2000)
     line = only(run, somebody)
     # At 2 s a step, as at the end; they took 51 s on average.
     assert (line.step, line.left) == (100, 20.0)

@@ -23,7 +23,7 @@ from tests.reports.synthetic import (
 )
 from valence.reports.diagnostics import Diagnosis, diagnose
 from valence.reports.page import report_markdown, write_page
-from valence.reports.rundata import RunData, read_run
+from valence.reports.run_record import RunRecord
 
 Json = dict[str, Any]
 Change = Callable[[Json, float], Json]
@@ -31,12 +31,12 @@ KINDS = ("thumbs", "pairs", "own")
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunData]:
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     folder = tmp_path_factory.mktemp("healthy")
-    return {kind: read_run(write_run(folder / kind, kind)) for kind in KINDS}
+    return {kind: RunRecord.read(write_run(folder / kind, kind)) for kind in KINDS}
 
 
-def logged(run: RunData, change: Change) -> RunData:
+def logged(run: RunRecord, change: Change) -> RunRecord:
     """The run with another log. change: of a record, and of how far the run was then (0 to 1)."""
     last = run.metrics[-1]["step"]
     return replace(
@@ -47,7 +47,7 @@ def logged(run: RunData, change: Change) -> RunData:
     )
 
 
-def ended(run: RunData, change: Callable[[Json], Json]) -> RunData:
+def ended(run: RunRecord, change: Callable[[Json], Json]) -> RunRecord:
     """The run with another last evaluation."""
     assert run.last is not None
     return replace(
@@ -55,7 +55,7 @@ def ended(run: RunData, change: Callable[[Json], Json]) -> RunData:
     )
 
 
-def only(run: RunData) -> Diagnosis:
+def only(run: RunRecord) -> Diagnosis:
     result = diagnose(run)
     assert len(result) == 1, result
     assert result[0].advice
@@ -67,13 +67,13 @@ def numbers(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunData]) -> None:
+def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunRecord]) -> None:
     assert diagnose(healthy[kind]) == []
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_healthy_runs_of_other_random_numbers_show_none_either(
-    seed: int, healthy: dict[str, RunData]
+    seed: int, healthy: dict[str, RunRecord]
 ) -> None:
     for kind, make in (("thumbs", thumbs_rows), ("pairs", pair_rows), ("own", online_rows)):
         first, last = (
@@ -86,10 +86,10 @@ def test_healthy_runs_of_other_random_numbers_show_none_either(
 
 
 def test_an_empty_folder_shows_none(tmp_path: Path) -> None:
-    assert diagnose(read_run(tmp_path)) == []
+    assert diagnose(RunRecord.read(tmp_path)) == []
 
 
-def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
+def test_numbers_that_are_not_finite(healthy: dict[str, RunRecord]) -> None:
     def spoilt(record: Json, at: float) -> Json:
         return {"loss": "nan", "grad_norm": "inf"} if 0.5 < at < 0.6 else {}
 
@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
     assert (skipped.name, numbers(skipped.message)) == ("skipped", [2, 7])
 
 
-def test_sampled_answers_with_rewards_for_length(healthy: dict[str, RunData]) -> None:
+def test_sampled_answers_with_rewards_for_length(healthy: dict[str, RunRecord]) -> None:
     rng = random.Random(0)
     longer = ended(
         healthy["own"],
@@ -123,7 +123,7 @@ def test_sampled_answers_with_rewards_for_length(healthy: dict[str, RunData]) ->
 
 
 def test_rounds_with_rewards_for_length_without_held_out_rows(
-    healthy: dict[str, RunData],
+    healthy: dict[str, RunRecord],
 ) -> None:
     alone = replace(healthy["own"], first=None, last=None)
     assert diagnose(alone) == []
@@ -134,7 +134,7 @@ def test_rounds_with_rewards_for_length_without_held_out_rows(
     assert 30 <= before < 40 < 55 < after <= 60
 
 
-def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData]) -> None:
+def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunRecord]) -> None:
     rng = random.Random(0)
 
     def by_length(row: Json) -> Json:
@@ -170,7 +170,7 @@ def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData])
 
 
 def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(
-    healthy: dict[str, RunData],
+    healthy: dict[str, RunRecord],
 ) -> None:
     rng = random.Random(0)
 
@@ -191,7 +191,7 @@ def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(
 
 
 def test_verdicts_that_go_with_length_are_no_sign_by_themselves(
-    healthy: dict[str, RunData],
+    healthy: dict[str, RunRecord],
 ) -> None:
     """The reward of a long answer is a sum over more tokens, in whichever direction its verdict
     points.
@@ -209,7 +209,7 @@ def test_verdicts_that_go_with_length_are_no_sign_by_themselves(
     assert diagnose(ended(healthy["thumbs"], by_verdict)) == []
 
 
-def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None:
+def test_preferred_answers_that_become_rare(healthy: dict[str, RunRecord]) -> None:
     sign = only(
         ended(
             healthy["pairs"],
@@ -231,13 +231,13 @@ def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None
     assert only(fallen).name == "rarer"
 
 
-def test_a_divergence_that_has_not_settled(healthy: dict[str, RunData]) -> None:
+def test_a_divergence_that_has_not_settled(healthy: dict[str, RunRecord]) -> None:
     assert only(logged(healthy["own"], lambda _, at: {"kl": 25 * at * at})).name == "divergence"
     # far, and held there
     assert diagnose(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []
 
 
-def test_a_policy_that_moves_as_a_whole(healthy: dict[str, RunData]) -> None:
+def test_a_policy_that_moves_as_a_whole(healthy: dict[str, RunRecord]) -> None:
     assert only(logged(healthy["thumbs"], lambda _, at: {"kl/raw": 20 * at})).name == "drift"
     # kl is 0 then, and the loss as usual
     assert diagnose(logged(healthy["thumbs"], lambda _, at: {"kl/raw": -20 * at})) == []
@@ -248,7 +248,9 @@ def test_a_policy_that_moves_as_a_whole(healthy: dict[str, RunData]) -> None:
 @pytest.mark.parametrize(
     ("still", "weight"), [(True, "desirable_weight"), (False, "undesirable_weight")]
 )
-def test_a_class_that_is_left_behind(still: bool, weight: str, healthy: dict[str, RunData]) -> None:
+def test_a_class_that_is_left_behind(
+    still: bool, weight: str, healthy: dict[str, RunRecord]
+) -> None:
     sign = only(
         ended(
             healthy["thumbs"],
@@ -261,7 +263,7 @@ def test_a_class_that_is_left_behind(still: bool, weight: str, healthy: dict[str
     assert diagnose(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]})) == []
 
 
-def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData]) -> None:
+def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunRecord]) -> None:
     grown = logged(
         healthy["pairs"],
         lambda _, at: {"rewards/accuracies": 1.0 if at > 0.4 else 0.8, "rewards/margins": 4 * at},
@@ -273,7 +275,7 @@ def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData
     assert diagnose(settled) == []
 
 
-def test_answers_that_are_cut_off(healthy: dict[str, RunData]) -> None:
+def test_answers_that_are_cut_off(healthy: dict[str, RunRecord]) -> None:
     sign = only(
         ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"})
     )
@@ -285,7 +287,7 @@ def test_answers_that_are_cut_off(healthy: dict[str, RunData]) -> None:
     )
 
 
-def test_rows_that_are_too_long(healthy: dict[str, RunData]) -> None:
+def test_rows_that_are_too_long(healthy: dict[str, RunRecord]) -> None:
     cut = {
         **AUDIT,
         "train": {
@@ -303,7 +305,7 @@ def test_rows_that_are_too_long(healthy: dict[str, RunData]) -> None:
     assert 700 in numbers(sign.advice)
 
 
-def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, RunData]) -> None:
+def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, RunRecord]) -> None:
     def course(record: Json, at: float) -> Json:
         return {"loss": 0.5 - 0.4 * at} | (
             {"eval/loss": 0.5 - 0.2 * at + 0.3 * at * at} if "eval/loss" in record else {}
@@ -324,7 +326,7 @@ def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, Run
 
 @pytest.mark.parametrize("minimum", [0.0, 1e-6])
 def test_a_held_out_loss_that_stays_near_zero_has_not_turned(
-    minimum: float, healthy: dict[str, RunData]
+    minimum: float, healthy: dict[str, RunRecord]
 ) -> None:
     """As that of a hinge, or of pairs that are all far apart."""
 
@@ -337,7 +339,7 @@ def test_a_held_out_loss_that_stays_near_zero_has_not_turned(
 
 
 @pytest.mark.parametrize(("name", "value"), [("failed", 0.2), ("tied", 0.7)])
-def test_rounds_that_teach_little(name: str, value: float, healthy: dict[str, RunData]) -> None:
+def test_rounds_that_teach_little(name: str, value: float, healthy: dict[str, RunRecord]) -> None:
     assert only(logged(healthy["own"], lambda *_: {f"rollout/{name}": value})).name == name
 
 
@@ -347,7 +349,7 @@ def test_warnings_follow_the_answers(tmp_path: Path) -> None:
     audit["train"]["truncation"] |= {"too_long": 100, "max_length": "<script>"}
     (folder / "audit.json").write_text(json.dumps(audit))
     page = write_page(folder).read_text(encoding="utf-8")
-    [sign] = diagnose(read_run(folder))
+    [sign] = diagnose(RunRecord.read(folder))
     sections = re.split(r'<section id="s\d+">', page.split("<main>")[1])[1:]
     assert [section.split("</h2>")[0] for section in sections[:3]] == [
         "<h2>Answers",
@@ -380,7 +382,7 @@ def test_markdown_has_the_warnings_of_the_page(run_dir: Path) -> None:
     facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     facts["warnings"] = ["step 12: the loss jumped"]
     (run_dir / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-    run = read_run(run_dir)
+    run = RunRecord.read(run_dir)
     assert diagnose(run)
     assert run.audit_warnings
     page = letters_and_digits(write_page(run_dir).read_text(encoding="utf-8"))
@@ -398,7 +400,7 @@ ODD = (None, [], "x", {"a": 1}, True, "nan")
 
 def write_odd(folder: Path, name: str, odd: Sequence[object]) -> None:
     """Write the pages of two runs, with stored and own answers, whose rows have these values."""
-    run = read_run(write_run(folder, "thumbs", rows=24, times=2))
+    run = RunRecord.read(write_run(folder, "thumbs", rows=24, times=2))
     for make in (thumbs_rows, online_rows):
         rows = [{**row, name: odd[i % len(odd)]} for i, row in enumerate(make(1.0, 24))]
         (folder / "eval" / "step-60.json").write_text(

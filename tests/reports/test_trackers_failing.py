@@ -37,21 +37,20 @@ class Fake:
     def has(self, name: str, step: int) -> bool:
         return False
 
-    def log(self, step: int, numbers: Any) -> None:
+    def log(self, step: int, numbers: Any, tables: Any) -> None:
+        for _ in tables:
+            self._do("table", step)
         self._do("log", step)
 
-    def table(self, name: str, step: int, rows: Any) -> None:
-        self._do("table", step)
-
-    def close(self, status: str) -> None:
-        self._do("close", status)
+    def finish(self, status: str) -> None:
+        self._do("finish", status)
 
 
 def fails() -> None:
     raise ConnectionError("nobody there")
 
 
-@pytest.mark.parametrize("at", ["open", "log", "table", "close"])
+@pytest.mark.parametrize("at", ["open", "log", "table", "finish"])
 def test_a_library_that_fails_is_reported_once(
     at: str,
     tmp_path: Path,
@@ -97,7 +96,7 @@ def test_a_resumed_run_sends_records_that_a_tracker_missed(
     run.log_steps(4, 6, keep=4)
     assert [step for kind, step in fake.got if kind == "log"] == [0, 1, 2, 3, 4, 5, 6]
     assert [step for kind, step in fake.got if kind == "table"] == [0, 3, 6]
-    assert fake.got[-1] == ("close", "done")
+    assert fake.got[-1] == ("finish", "done")
 
 
 def test_a_step_passes_its_record_on_without_waiting(

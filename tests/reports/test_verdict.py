@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from valence.reports.stats import auc, auc_interval, mean_interval
 from valence.reports.verdict import Verdict, held_out_verdict, win_rate_verdict
+from valence.statistics import auc, auc_interval, mean_interval
 
 Rows = Sequence[dict[str, Any]]
 

@@ -102,7 +102,7 @@ class Killed:
         for step in range(first, last + 1):
             if step % 3 == 0:
                 (self.folder / "eval" / f"step-{step}.json").write_text(
-                    json.dumps({"step": step, "rows": ROWS})
+                    json.dumps({"step": step, "metrics": {}, "rows": ROWS})
                 )
                 fan.table(SAMPLES, step, ROWS)
             fan.log(record(step))
@@ -111,7 +111,7 @@ class Killed:
         if closes:
             fan.close("done")
         else:
-            tracker.table(SAMPLES, last, [])  # an empty one: when it is taken, all before are done
+            tracker.log({"step": last})  # an empty one: when it is taken, all before are done
             until = time.monotonic() + 20
             while tracker.waiting and time.monotonic() < until:
                 time.sleep(0.01)

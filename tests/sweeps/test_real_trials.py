@@ -15,7 +15,7 @@ from tests.arch.source import ROOT
 from tests.command import command, write_place
 from tests.sweeps.conftest import num_logged, read, wait_for
 from valence.models.log_prob_store import count_entries
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -81,7 +81,7 @@ def test_nine_trials_with_one_reference_pass_and_one_kill(place: Path) -> None:
     assert subprocess.run(alone_words, env=environment, check=False).returncode == 0
     name = "model/model.safetensors"
     assert (trial / name).read_bytes() == (place / "alone" / name).read_bytes()
-    alone, killed = read_run(place / "alone"), read_run(trial)
+    alone, killed = RunRecord.read(place / "alone"), RunRecord.read(trial)
     objective = f"eval/{read()['objective']}"
     values = [
         [(r["step"], r[objective]) for r in run.metrics if objective in r]

@@ -15,7 +15,7 @@ import pytest
 import valence
 from tests.training.test_held_out_share import folder, model, recipe, write
 from valence.config.load import load_recipe
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 from valence.reports.verdict import outputs, rows_needed, run_verdict
 from valence.training.prepare import held_out_warning, prepare
 
@@ -96,7 +96,7 @@ def test_rows_that_are_trained_on_do_not_count(model: str, num_new: int) -> None
     write("held_out.jsonl", [*trained_rows(), *rated(num_new)])
     settings = recipe(model, data={"eval": "held_out.jsonl"}, run={"dir": "run"})
     valence.train(settings, quiet=True)
-    run = read_run(Path("run"))
+    run = RunRecord.read(Path("run"))
     assert run.last is not None
     marked = [row for row in run.last["rows"] if row.get("in_train")]
     assert len(marked) == len(trained_rows())

@@ -16,8 +16,8 @@ from tests.training.conftest import SharedRuns
 from tests.training.resuming import killed, records, settings, train, weights
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
-from valence.reports.rundata import read_run
-from valence.reports.runs import config_of, list_runs, place_of_run
+from valence.reports.run_record import RunRecord, config_of, place_of_run
+from valence.reports.runs import list_runs
 from valence.reports.sinks import JsonlSink
 from valence.storage import add_checksum, add_checksum_line, verify, verify_text
 from valence.training.open_run import restore
@@ -214,6 +214,6 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_report_names_a_file_that_has_changed(name: str, finished: Path) -> None:
-    assert read_run(finished).problems == ()
+    assert RunRecord.read(finished).problems == ()
     DAMAGE[name](finished / name)
-    assert [Path(name).name in problem for problem in read_run(finished).problems] == [True]
+    assert [Path(name).name in problem for problem in RunRecord.read(finished).problems] == [True]

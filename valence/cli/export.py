@@ -30,6 +30,7 @@ from valence.cli.common import (
 from valence.cli.models import open_run_or_recipe
 from valence.errors import UserError
 from valence.files import check_path
+from valence.reports.run_record import LOG
 from valence.storage import lock_file
 from valence.terminal import Terminal, print_message, write_line
 
@@ -155,7 +156,7 @@ def export(
         if verify and unverified is None:
             reference = _reference(run, messages)
         if not is_old:
-            writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
+            writer = replace(run.model_writer, log=run_dir / LOG)
             notes = _write(writer, to, adapter, types, run.prepared.encoder, llama, messages)
         if reference is not None and group.size == 1:
             reference = stack.enter_context(_with_sources(reference, run, run_dir, to, is_old))
@@ -296,7 +297,7 @@ def _with_sources(
         yield replace(reference, **names)
         return
     needs_merged = (to / "config.json").is_file() or any(to.glob("*.gguf"))
-    writer = replace(run.model_writer, log=run_dir / "metrics.jsonl")
+    writer = replace(run.model_writer, log=run_dir / LOG)
     try:
         place = TemporaryDirectory(dir=to.resolve().parent, prefix=f".{to.resolve().name}.")
     except OSError as error:

@@ -112,7 +112,7 @@ def _report(paths: list[Path], out: Path | None, md: bool) -> None:
         write_out,
     )
     from valence.reports.page import report_markdown
-    from valence.reports.rundata import read_run
+    from valence.reports.run_record import RunRecord
 
     lines = find_runs(paths)
     several = len(lines) > 1
@@ -123,7 +123,7 @@ def _report(paths: list[Path], out: Path | None, md: bool) -> None:
         content = (
             comparison_markdown(read_runs(lines))
             if several
-            else report_markdown(read_run(lines[0].path))
+            else report_markdown(RunRecord.read(lines[0].path))
         )
     else:
         content = (

@@ -89,7 +89,7 @@ def _recipe_of(target: Path, overrides: list[str], fresh: bool) -> tuple[Path, l
     """
     if not target.is_dir():
         return target, overrides, Path()
-    from valence.reports.runs import place_of_run
+    from valence.reports.run_record import place_of_run
 
     if any(override.split("=")[0] == "run.dir" for override in overrides):
         raise UserError(
@@ -188,6 +188,7 @@ def check(
     source = load_recipe(recipe, overrides or [])  # before torch is imported
 
     from valence.distributed.process_group import PlannedGroup
+    from valence.reports.run_record import FACTS
     from valence.targets import with_dtype
     from valence.training.models import check_model_files
     from valence.training.plan import crowding, describe, make_plan
@@ -198,7 +199,7 @@ def check(
     check_sinks(source)
     check_judge_labels(source.recipe.reward)
     prepared = prepare(source, training=True, console=console)
-    if (Path(source.recipe.run.dir) / "run.json").is_file():
+    if (Path(source.recipe.run.dir) / FACTS).is_file():
         message = (
             f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "
             f"lists the settings and rows that have changed since it started"

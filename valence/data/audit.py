@@ -28,6 +28,7 @@ from valence.data.encoded_set import (
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
 from valence.data.tokenized_dataset import KINDS, Array, LazySequence, Origins, TokenizedDataset
+from valence.statistics import quantile
 from valence.types import Example
 
 T = TypeVar("T")
@@ -359,16 +360,12 @@ def _first(rows: Iterable[str]) -> tuple[str, ...]:
 # Lengths
 
 
-def _rank(ordered: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
-
-
 def _spread(values: Array) -> Spread | None:
     if not len(values):
         return None
     ordered = np.sort(values).tolist()
-    return Spread(ordered[0], statistics.median(ordered), _rank(ordered, 0.95), ordered[-1])
+    p95 = int(quantile(ordered, 0.95, is_observed=True))
+    return Spread(ordered[0], statistics.median(ordered), p95, ordered[-1])
 
 
 def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
@@ -385,7 +382,7 @@ def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
         too_long=sum(n > encoder.max_length for n in longest),
         tokens=tokens,
         tokens_lost=tokens - int(remaining),
-        keeps_99=_rank(longest, 0.99) + encoder.answers,
+        keeps_99=int(quantile(longest, 0.99, is_observed=True)) + encoder.answers,
     )
 
 

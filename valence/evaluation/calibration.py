@@ -14,8 +14,8 @@ from valence.errors import UserError
 from valence.evaluation.judges import AnswerPair, PairJudge, RewardJudge
 from valence.evaluation.summary import Position, position_bias
 from valence.evaluation.win_rate import Estimate, win_rate
-from valence.reports.stats import auc, auc_interval, mean, mean_interval
 from valence.rewards.run import score_all
+from valence.statistics import auc, auc_interval, mean, mean_interval
 from valence.types import (
     Chat,
     Completion,

@@ -8,7 +8,7 @@ from typing import Any
 
 from valence.evaluation.judges import FIRST, LAST, AnswerPair, PairVerdict
 from valence.evaluation.win_rate import Estimate, length_controlled_rate, win_rate
-from valence.reports.stats import wilson
+from valence.statistics import wilson
 
 NUM_CLEAREST = 5
 """Clearest wins of each side that are reported."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from valence.reports.regression import fit_logistic
-from valence.reports.stats import wilson
+from valence.statistics import quantile, wilson
 
 NUM_RESAMPLES = 2000
 PENALTY = 0.01
@@ -102,8 +102,8 @@ def _resamples(num_prompts: int, seed: int) -> Iterator[Array]:
 
 
 def _estimate(rate: float, rates: Array) -> Estimate:
-    low, high = np.quantile(rates, [0.025, 0.975])
-    return Estimate(rate, float(low), float(high))
+    low, high = (quantile(rates.tolist(), share) for share in (0.025, 0.975))
+    return Estimate(rate, low, high)
 
 
 def _controlled_rates(preferences: Array, terms: Array, counts: Array) -> Array:

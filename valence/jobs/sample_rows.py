@@ -32,9 +32,10 @@ from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
 from valence.options import Draws
 from valence.reports.formatting import number
+from valence.reports.run_record import CHECKPOINTS, is_run
 from valence.rollouts.protocol import Sampling
 from valence.storage import Journal, writing
-from valence.targets import is_run, load_target, with_files
+from valence.targets import load_target, with_files
 from valence.training.evaluate import as_text
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler, check_can_generate
@@ -549,7 +550,7 @@ def model_files(target: str, source: LoadedRecipe, at: At) -> str | None:
     if None in folders:
         return None
     if is_run(target):
-        folders.append(Path(target, "checkpoints"))
+        folders.append(Path(target, CHECKPOINTS))
     files = sorted(
         {file for folder in folders if folder for file in folder.rglob("*") if file.is_file()}
     )

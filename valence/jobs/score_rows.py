@@ -24,7 +24,8 @@ from valence.data.sources import BadRow, Row
 from valence.distributed.process_group import Group, check_ranks_agree, gather_objects
 from valence.errors import UserError
 from valence.jobs.row_job import Line, RowJob, Tally, as_line
-from valence.targets import is_run, with_files, without_rows
+from valence.reports.run_record import is_run
+from valence.targets import with_files, without_rows
 from valence.training.prepare import prepare
 from valence.training.scorers import CompletionScorer, Numbers, load_scorer
 from valence.types import Example, Preference, Prompt, TokenizedExample, content_id

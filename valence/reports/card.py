@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from typing import Any
 from valence.files import is_hub_id
 from valence.reports.formatting import audit_tables, audit_warnings, compare, exact, text, visible
 from valence.reports.rendering import render
+from valence.reports.run_record import read_log
 from valence.storage import read_json
 
 MAX_ROWS = 30
@@ -182,16 +182,8 @@ def last_record(log: Path, step: int) -> dict[str, Any]:
     test rows; empty if there is none. Incomplete lines are skipped.
     """
     test: dict[str, Any] = {}
-    try:
-        lines = log.read_bytes().split(b"\n")
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-            at = record["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
+    for record in reversed(read_log(log)):
+        at = record["step"]
         results = {name: value for name, value in record.items() if name.startswith("test/")}
         if at == step:
             test = results | test

@@ -11,8 +11,8 @@ from typing import Any
 
 from valence.reports.formatting import duration, number, text
 from valence.reports.rows import Json, groups, margin, rewards_by_class, source, value, verdict
-from valence.reports.rundata import RunData
-from valence.reports.stats import finite, quantile, short, sigmoid, wilson
+from valence.reports.run_record import RunRecord
+from valence.statistics import finite, quantile, sigmoid, wilson
 
 COLOURS = ("#3b7ddd", "#d9661f", "#8b62d6", "#2a9d74")
 """Colours of lines and bars; readable on white and on black, and by colour-blind people."""
@@ -60,6 +60,11 @@ def translucent(colour: str, opacity: float) -> str:
     """A colour as ``#rrggbb`` with this opacity."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity:g})"
+
+
+def short(value: float) -> float:
+    """At six significant digits, which is more than a chart shows and half the bytes."""
+    return float(f"{value:.6g}")
 
 
 # Histograms
@@ -422,7 +427,7 @@ BANDS = {
     "rewards/margins": "margins",
     "reward/mean": "answers",
 }
-"""Metrics for which ``RunData.bands`` has a band, with its name there."""
+"""Metrics for which ``RunRecord.bands`` has a band, with its name there."""
 
 
 def title_of(name: str) -> str:
@@ -436,7 +441,7 @@ def title_of(name: str) -> str:
     return bare + suffix
 
 
-def curves(run: RunData) -> dict[str, dict[str, Json]]:
+def curves(run: RunRecord) -> dict[str, dict[str, Json]]:
     """Charts by title in three groups: Learning, Machine, and More for every other metric that
     varies.
     """
@@ -463,7 +468,7 @@ def _varies(chart: Json) -> bool:
     return len({y for trace in chart["data"] for y in trace["y"] if y is not None}) > 1
 
 
-def _draw(run: RunData, chart: Chart) -> Json | None:
+def _draw(run: RunRecord, chart: Chart) -> Json | None:
     present = [
         name for name in chart.metrics if any(name in r or f"eval/{name}" in r for r in run.metrics)
     ]
@@ -479,7 +484,7 @@ def _draw(run: RunData, chart: Chart) -> Json | None:
     return figure(traces, note=note, yaxis=chart.axis or {})
 
 
-def _traces(run: RunData, name: str, colour: str, extremes: bool) -> list[Json]:
+def _traces(run: RunRecord, name: str, colour: str, extremes: bool) -> list[Json]:
     """The line of a training metric, and the dots of the same metric on held-out rows, with their
     bands.
     """

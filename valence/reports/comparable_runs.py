@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
-from valence.files import missing_run
 from valence.reports.charts import OF_A_ROUND, spent
 from valence.reports.formatting import exact, flatten, visible
 from valence.reports.rows import Json
-from valence.reports.rundata import RunData, read_run
+from valence.reports.run_record import LOG, RunRecord, is_run, require_folder
 from valence.reports.runs import RunLine, list_runs
-from valence.reports.stats import finite
+from valence.statistics import finite
 
 HEADLINES = (
     "reward/mean",
@@ -95,13 +94,10 @@ def find_runs(places: Sequence[Path]) -> list[RunLine]:
     """
     runs: dict[Path, RunLine] = {}
     for place in places:
-        if not place.is_dir():
-            fix = "use a run folder, or a folder that contains runs"
-            if not place.exists():
-                raise missing_run(place, fix)
-            raise UserError("the path is a file", code="path-is-file", where=str(place), fix=fix)
+        fix = "use a run folder, or a folder that contains runs"
+        require_folder(place, fix, code="path-is-file")
         lines = sorted(list_runs(place), key=lambda line: line.path)
-        if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
+        if not lines and ((place / LOG).is_file() or is_run(place)):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]
         if not lines:
             raise UserError(
@@ -119,7 +115,7 @@ def read_runs(lines: Sequence[RunLine]) -> list[ComparedRun]:
     """Read what a comparison needs. Only the rows of the last evaluation are kept in memory."""
     labels = shortest_labels([line.path for line in lines])
     return [
-        _compared_run(label, line, read_run(line.path))
+        _compared_run(label, line, RunRecord.read(line.path))
         for label, line in zip(labels, lines, strict=True)
     ]
 
@@ -138,7 +134,7 @@ def shortest_labels(paths: Sequence[Path]) -> list[str]:
             lengths[i] += 1
 
 
-def _compared_run(label: str, line: RunLine, run: RunData) -> ComparedRun:
+def _compared_run(label: str, line: RunLine, run: RunRecord) -> ComparedRun:
     evaluations = _evaluations(run)
     origins = {name: run.facts.get(name) for name in ("rows", "versions")}
     origins = {name: value for name, value in origins.items() if isinstance(value, Mapping)}
@@ -160,7 +156,7 @@ def _compared_run(label: str, line: RunLine, run: RunData) -> ComparedRun:
     )
 
 
-def _evaluations(run: RunData) -> dict[int, Json]:
+def _evaluations(run: RunRecord) -> dict[int, Json]:
     """The evaluations in the log; the first and the last as their files have them."""
     logged = {
         r["step"]: {n.removeprefix("eval/"): v for n, v in r.items() if n.startswith("eval/")}
@@ -173,7 +169,7 @@ def _evaluations(run: RunData) -> dict[int, Json]:
     return dict(sorted(evaluations.items()))
 
 
-def _gaps(line: RunLine, run: RunData, evaluations: Mapping[int, Json]) -> Iterable[str]:
+def _gaps(line: RunLine, run: RunRecord, evaluations: Mapping[int, Json]) -> Iterable[str]:
     """What the run lacks, one clause each."""
     if line.state not in ("done", "scored"):
         total = f" of {line.total}" if line.total else ""

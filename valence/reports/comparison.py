@@ -42,7 +42,7 @@ from valence.reports.rendering import (
     render_page,
 )
 from valence.reports.rows import Json, several, worth
-from valence.reports.stats import finite, ranks
+from valence.statistics import finite, ranks
 from valence.storage import atomic_write, writing
 
 BEST = "\N{BLACK CIRCLE}"

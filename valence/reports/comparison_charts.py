@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valence.reports.charts import COUNTERS, esc, figure
+from valence.reports.charts import COUNTERS, esc, figure, short
 from valence.reports.comparable_runs import HEADLINES, ComparedRun, has_same_scale, trained_seconds
 from valence.reports.rows import Json
-from valence.reports.stats import finite, short
+from valence.statistics import finite
 
 COLOURS = ("#3b7ddd", "#d9661f", "#2a9d74", "#8b62d6", "#c9437f", "#8f7a10", "#1a94b8", "#75808c")
 """Colours of the runs, in order; each readable on white and on black."""

@@ -24,8 +24,8 @@ from valence.reports.rows import (
     value,
     verdict,
 )
-from valence.reports.rundata import RunData
-from valence.reports.stats import finite, mean, spearman
+from valence.reports.run_record import RunRecord
+from valence.statistics import finite, mean, spearman
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Advice:
         self.length_setting = length_setting
 
     @classmethod
-    def of(cls, run: RunData) -> Advice:
+    def of(cls, run: RunRecord) -> Advice:
         loss = _setting(run.config, "loss")
         settings = loss if isinstance(loss, Mapping) else {}
         has_steps = _setting(run.config, "train", "max_steps") is not None
@@ -359,9 +359,9 @@ INCLUDES = {"high kl": "divergence", "saturated reward": "tied", "no gradient": 
 """By diagnosis of a collapsed run: the milder diagnosis that it includes."""
 
 
-def diagnose(run: RunData) -> list[Diagnosis]:
+def diagnose(run: RunRecord) -> list[Diagnosis]:
     """The diagnoses of a run, most serious first; empty for a healthy run."""
-    checks: tuple[Callable[[RunData], Iterable[Diagnosis]], ...] = (
+    checks: tuple[Callable[[RunRecord], Iterable[Diagnosis]], ...] = (
         _not_finite,
         _completions_follow_length,
         _rewards_follow_length,
@@ -380,7 +380,7 @@ def diagnose(run: RunData) -> list[Diagnosis]:
     return [*collapsed, *(d for check in checks for d in check(run) if d.name not in included)]
 
 
-def other_warnings(run: RunData, diagnoses: Sequence[Diagnosis]) -> list[str]:
+def other_warnings(run: RunRecord, diagnoses: Sequence[Diagnosis]) -> list[str]:
     """Warnings of the run that repeat none of these diagnoses."""
     warnings = map(str, run.facts.get("warnings", ()))
     return [line for line in warnings if not any(d.message in line for d in diagnoses)]
@@ -396,7 +396,7 @@ IMPORTANT_FINDINGS = (
 """Findings of the audit that may spoil a result, by the list of rows; the most serious first."""
 
 
-def main_warning(run: RunData) -> str | None:
+def main_warning(run: RunRecord) -> str | None:
     """The most important warning of a run, for the end of training, and how many others its report
     has; None if there is none.
 
@@ -428,7 +428,7 @@ def main_warning(run: RunData) -> str | None:
 # Diagnoses from the log
 
 
-def _course(run: RunData, name: str) -> list[tuple[int, float]]:
+def _course(run: RunRecord, name: str) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in run.metrics if finite(record.get(name))]
 
 
@@ -448,7 +448,7 @@ def _setting(config: Json, *path: str) -> Any:
     return content
 
 
-def _not_finite(run: RunData) -> Iterable[Diagnosis]:
+def _not_finite(run: RunRecord) -> Iterable[Diagnosis]:
     steps_of: dict[str, list[int]] = {}
     for record in run.metrics:
         for name, logged in record.items():
@@ -471,7 +471,7 @@ def _not_finite(run: RunData) -> Iterable[Diagnosis]:
         yield Diagnosis("skipped", message, advice)
 
 
-def _divergence(run: RunData) -> Iterable[Diagnosis]:
+def _divergence(run: RunRecord) -> Iterable[Diagnosis]:
     name = next((name_of_kl(r) for r in run.metrics if "rollout/length" in r), "kl")
     course = _course(run, name)
     if len(course) < MIN_RECORDS or not any(map(_is_online, run.metrics)):
@@ -489,7 +489,7 @@ def _divergence(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _kto_drift(run: RunData) -> Iterable[Diagnosis]:
+def _kto_drift(run: RunRecord) -> Iterable[Diagnosis]:
     course, beta = _course(run, "kl/raw"), _setting(run.config, "loss", "beta")
     if len(course) < MIN_RECORDS or not finite(beta):
         return
@@ -505,7 +505,7 @@ def _kto_drift(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _stuck(run: RunData) -> Iterable[Diagnosis]:
+def _stuck(run: RunRecord) -> Iterable[Diagnosis]:
     accuracy = _course(run, "rewards/accuracies")
     late = accuracy[-len(accuracy) // 3 :]
     if len(late) < MIN_RECORDS or min(v for _, v in late) < PERFECT:
@@ -528,7 +528,7 @@ def _stuck(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _cut_off(run: RunData) -> Iterable[Diagnosis]:
+def _cut_off(run: RunRecord) -> Iterable[Diagnosis]:
     course = _course(run, "rollout/truncated")
     stops = [row.get("stop") for row in run.last["rows"] if is_rollout(row)] if run.last else []
     shares = [_tenths(course)[2]] if course else []
@@ -544,7 +544,7 @@ def _cut_off(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _too_long(run: RunData) -> Iterable[Diagnosis]:
+def _too_long(run: RunRecord) -> Iterable[Diagnosis]:
     truncation = _setting(run.audit, "train", "truncation")
     rows, too_long = (_setting({"": truncation}, "", name) for name in ("rows", "too_long"))
     if finite(rows) and finite(too_long) and rows > 0 and too_long / rows >= TOO_LONG:
@@ -558,7 +558,7 @@ def _too_long(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _overfits(run: RunData) -> Iterable[Diagnosis]:
+def _overfits(run: RunRecord) -> Iterable[Diagnosis]:
     held_out, train = _course(run, "eval/loss"), _course(run, "loss")
     if len(held_out) < 3 or len(train) < MIN_RECORDS:
         return
@@ -577,7 +577,7 @@ def _overfits(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _little_signal(run: RunData) -> Iterable[Diagnosis]:
+def _little_signal(run: RunRecord) -> Iterable[Diagnosis]:
     failed = _course(run, "rollout/failed")
     if failed and (share := _tenths(failed)[2]) >= FAILED:
         advice = "Look at the errors in eval/*.json and at the reward."
@@ -595,14 +595,14 @@ def _little_signal(run: RunData) -> Iterable[Diagnosis]:
 # Diagnoses from the evaluations
 
 
-def _first_and_last(run: RunData) -> tuple[list[Json], list[Json]] | None:
+def _first_and_last(run: RunRecord) -> tuple[list[Json], list[Json]] | None:
     """The rows of the first and of the last evaluation; None if there are not two."""
     if run.first is None or run.last is None or run.first["step"] == run.last["step"]:
         return None
     return run.first["rows"], run.last["rows"]
 
 
-def _completions_follow_length(run: RunData) -> Iterable[Diagnosis]:
+def _completions_follow_length(run: RunRecord) -> Iterable[Diagnosis]:
     """The reward of the policy's completions follows their length, and they have become longer."""
     rows = _first_and_last(run)
     if rows and all(any(map(is_rollout, evaluation)) for evaluation in rows):
@@ -636,7 +636,7 @@ def _completions_follow_length(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _rewards_follow_length(run: RunData) -> Iterable[Diagnosis]:
+def _rewards_follow_length(run: RunRecord) -> Iterable[Diagnosis]:
     """Offline runs: the classes differ in length, and within each class the reward has moved with
     length in that direction. (A reward is a sum over tokens: if only the label counted, long thumbs
     up would gain and long thumbs down lose, and the two would cancel.)
@@ -683,7 +683,7 @@ def _rewards_follow_length(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _preferred_become_rarer(run: RunData) -> Iterable[Diagnosis]:
+def _preferred_become_rarer(run: RunRecord) -> Iterable[Diagnosis]:
     rows = _first_and_last(run)
     if not rows:
         return
@@ -712,7 +712,7 @@ def _preferred_become_rarer(run: RunData) -> Iterable[Diagnosis]:
         )
 
 
-def _one_class(run: RunData) -> Iterable[Diagnosis]:
+def _one_class(run: RunRecord) -> Iterable[Diagnosis]:
     rows = _first_and_last(run)
     if not rows or any(map(is_rollout, rows[1])) or any(map(is_pair, rows[1])):
         return

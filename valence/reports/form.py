@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from valence.reports.regression import cross_fit, cross_fit_values
-from valence.reports.stats import (
+from valence.statistics import (
     Z95,
     Z99,
     auc_influences,

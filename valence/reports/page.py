@@ -49,9 +49,9 @@ from valence.reports.rows import (
     value,
 )
 from valence.reports.rows import verdict as label_of
-from valence.reports.rundata import RunData, read_run
-from valence.reports.stats import finite
+from valence.reports.run_record import REPORT, RunRecord
 from valence.reports.verdict import run_verdict
+from valence.statistics import finite
 from valence.storage import atomic_write
 from valence.types import plural
 
@@ -107,15 +107,15 @@ def write_page(run_dir: Path, status: str | None = None) -> Path:
     status: of the run, if its run.json is not up to date. Raises UserError if there is no such
     folder, and OSError if the page cannot be written.
     """
-    run = read_run(run_dir)
+    run = RunRecord.read(run_dir)
     if status is not None:
         run = replace(run, facts={**run.facts, "status": status})
-    path = run_dir / "report.html"
+    path = run_dir / REPORT
     atomic_write(path, render_report(run))
     return path
 
 
-def render_report(run: RunData) -> str:
+def render_report(run: RunRecord) -> str:
     """The report as HTML."""
     charts, budget, summary = Charts(), TextBudget(), _summary(run)
     answers, warnings, metrics = _answers(run, budget), _warnings(run), _metrics(run)
@@ -151,7 +151,7 @@ def render_report(run: RunData) -> str:
     )
 
 
-def report_markdown(run: RunData) -> str:
+def report_markdown(run: RunRecord) -> str:
     """The report as Markdown for a pull request or a log book."""
     diagnoses = diagnose(run)
     return render(
@@ -174,7 +174,7 @@ def report_markdown(run: RunData) -> str:
     )
 
 
-def _results_markdown(run: RunData) -> dict[str, Any] | None:
+def _results_markdown(run: RunRecord) -> dict[str, Any] | None:
     if run.first is None or run.last is None:
         return None
     if run.first is run.last:
@@ -193,7 +193,7 @@ def _measured(title: str, evaluation: Json) -> dict[str, Any]:
 # The head of the page
 
 
-def _summary(run: RunData) -> dict[str, Any]:
+def _summary(run: RunRecord) -> dict[str, Any]:
     """What was trained on what, and for how long."""
     settings = flatten(run.config)
     model = settings.get("model.name", settings.get("model"))
@@ -237,11 +237,11 @@ def _short_path(path: str) -> str:
     return Path(path).name if Path(path).is_absolute() else path
 
 
-def _is_running(run: RunData) -> bool:
+def _is_running(run: RunRecord) -> bool:
     return run.facts.get("status") == "running"
 
 
-def _progress(run: RunData, step: int) -> dict[str, Any]:
+def _progress(run: RunRecord, step: int) -> dict[str, Any]:
     """Steps done, speed, and time left of a running run."""
     total, seconds = run.facts.get("total_steps"), seconds_per_step(run.metrics)
     total = total if finite(total) and total > 0 else None
@@ -267,14 +267,14 @@ def seconds_per_step(metrics: Sequence[Json]) -> float | None:
 # Sections. Each is what the template shows, or empty if there is nothing to show.
 
 
-def _warnings(run: RunData) -> dict[str, Any] | None:
+def _warnings(run: RunRecord) -> dict[str, Any] | None:
     diagnoses = diagnose(run)
     cards = [diagnosis for diagnosis in diagnoses if not diagnosis.is_urgent]
     lines = [*run.problems, *other_warnings(run, diagnoses), *run.audit_warnings]
     return {"cards": cards, "lines": lines} if cards or lines else None
 
 
-def _metrics(run: RunData) -> dict[str, Any] | None:
+def _metrics(run: RunRecord) -> dict[str, Any] | None:
     tables: list[tuple[str, Sequence[str], Sequence[Any]]] = []
     if run.first is not None and run.last is not None:
         if run.first["step"] == run.last["step"]:
@@ -297,7 +297,7 @@ def _metrics(run: RunData) -> dict[str, Any] | None:
     return {"tiles": _tiles(run), "tables": tables, "defined": defined} if tables else None
 
 
-def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """The main metrics of held-out rows, with their first values."""
     if run.last is None or run.first is None:
         return []
@@ -322,7 +322,7 @@ def _label_counts(rows: Sequence[Json]) -> str:
     return f"{sum(labels):,} up, {len(labels) - sum(labels):,} down" if labels else ""
 
 
-def _curves(run: RunData, charts: Charts) -> dict[str, Any]:
+def _curves(run: RunRecord, charts: Charts) -> dict[str, Any]:
     groups = curves(run) if run.metrics and plotly_js() else {}
     return {
         "has_metrics": bool(run.metrics),
@@ -331,7 +331,7 @@ def _curves(run: RunData, charts: Charts) -> dict[str, Any]:
     }
 
 
-def _rewards(run: RunData, charts: Charts) -> dict[str, Any] | None:
+def _rewards(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
     """Distributions of the rewards, and their calibration."""
     if run.first is None or run.last is None or not plotly_js():
         return None
@@ -384,7 +384,7 @@ def _data_facts(audit: Json) -> list[str]:
     return [*facts, *spans]
 
 
-def _settings(run: RunData, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(run: RunRecord, summary: Mapping[str, Any]) -> dict[str, Any]:
     settings = flatten(run.config)
     rate = settings.get("train.learning_rate")
     facts = {
@@ -411,7 +411,7 @@ def _time(iso: object) -> str:
     return str(iso or "").replace("T", " ").replace("+00:00", " UTC")
 
 
-def _reproduction(run: RunData) -> dict[str, Any] | None:
+def _reproduction(run: RunRecord) -> dict[str, Any] | None:
     content = {name: run.facts.get(name) or None for name in ("command", "versions", "notes")}
     return content if any(content.values()) else None
 
@@ -465,7 +465,7 @@ def _text(row: Json, part: str) -> str:
 # Completions before and after training
 
 
-def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+def _answers(run: RunRecord, budget: TextBudget) -> dict[str, Any] | None:
     """Completions to the same prompts: those of an online run to held-out prompts, the largest
     change of the reward first; or the samples of an offline run.
     """
@@ -510,7 +510,7 @@ def _answers(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
     return {"note": " ".join(notes), "examples": examples} if examples else None
 
 
-def _are_drawn(run: RunData) -> bool:
+def _are_drawn(run: RunRecord) -> bool:
     """Whether the samples are random draws."""
     return bool(run.samples and flatten(run.config).get("run.samples.temperature"))
 
@@ -528,7 +528,7 @@ def _example(prompt: str, answers: Iterable[tuple[str, str]], budget: TextBudget
 # Rows of an evaluation
 
 
-def _held_out_rows(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+def _held_out_rows(run: RunRecord, budget: TextBudget) -> dict[str, Any] | None:
     if run.last is None:
         return None
     step, before = run.last["step"], run.first if run.first is not run.last else None
@@ -536,7 +536,7 @@ def _held_out_rows(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
     return {"step": step, "lists": lists} if lists else None
 
 
-def _training_rows(run: RunData, budget: TextBudget) -> dict[str, Any] | None:
+def _training_rows(run: RunRecord, budget: TextBudget) -> dict[str, Any] | None:
     if run.trained is None:
         return None
     lists = _row_lists(run.trained, None, budget, "eval/train.json")

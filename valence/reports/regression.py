@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from valence.reports.stats import FOLDS, auc_interval, placements
+from valence.statistics import FOLDS, auc_interval, placements
 
 REPEATS = 3
 """Cross-fits with different folds, whose mean is taken."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
-from valence.reports.stats import finite, mean, ranks
+from valence.statistics import finite, mean, quantile, ranks
 
 Json = Mapping[str, Any]
 Scored = tuple[Json, float]
@@ -18,6 +18,9 @@ Scored = tuple[Json, float]
 
 CLASSES = {True: "thumbs up", False: "thumbs down", None: "answers"}
 SIDES = ("chosen", "rejected")
+
+OUTER = (0.1, 0.9)
+"""The quantiles of an evaluation's rows between which a band is drawn."""
 
 
 def value(row: Json, side: str = "") -> float | None:
@@ -105,6 +108,18 @@ def rewards_by_class(rows: Iterable[Json]) -> dict[str, list[float]]:
 def source(row: Json) -> str:
     """The file of the row, or its name in the data."""
     return str(row.get("source") or str(row.get("origin", "")).rpartition(":")[0] or "unknown")
+
+
+def bands_of(rows: Sequence[Json]) -> dict[str, tuple[float, float]]:
+    """The outer quantiles of the rows' rewards, by the metric's word for their class."""
+    words = {"thumbs up": "chosen", "thumbs down": "rejected"}
+    rewards = {words.get(name, name): values for name, values in rewards_by_class(rows).items()}
+    rewards["margins"] = [m for row in rows if (m := margin(row)) is not None]
+    return {
+        name: (quantile(values, OUTER[0]), quantile(values, OUTER[1]))
+        for name, values in rewards.items()
+        if values
+    }
 
 
 # Surprise

@@ -1,13 +1,11 @@
-"""List the runs in a folder with their state, for `valence report`, and find how a run was started.
+"""List the runs in a folder with their state, for `valence report`.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +16,21 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from valence.errors import UserError
-from valence.files import missing_run
 from valence.reports.formatting import duration, number, visible
-from valence.storage import ChecksumError, holder, read_json, verify, verify_text
+from valence.reports.run_record import (
+    CHECKPOINTS,
+    FACTS,
+    LOG,
+    method_in_recipe,
+    newest_checkpoint,
+    read_facts,
+    read_log_end,
+    require_folder,
+)
+from valence.storage import holder
 
 DEPTH = 4
 """Levels of folders in which runs are searched."""
-
-TAIL = 2**16
-"""Bytes read at the end of a log."""
 
 STATES = {"interrupted": "stopped", "failed": "failed", "done": "done", "scored": "scored"}
 STYLES = {
@@ -83,8 +86,7 @@ def list_runs(folder: Path) -> list[RunLine]:
     Searches ``DEPTH`` levels, but not in runs, hidden folders and links. Raises UserError if there
     is no such folder.
     """
-    if not folder.is_dir():
-        raise _not_a_folder(folder, "use a run folder, or a folder that contains runs")
+    require_folder(folder, "use a run folder, or a folder that contains runs")
     return sorted(_lines(folder, DEPTH), key=lambda line: (-line.changed, line.path))
 
 
@@ -153,7 +155,7 @@ def _lines(folder: Path, depth: int) -> Iterator[RunLine]:
             folder, "unreadable", problem=f"the folder could not be read: {error.strerror}"
         )
         return
-    if names.get("run.json") is False:
+    if names.get(FACTS) is False:
         yield _line(folder)
     elif depth > 0:
         for name in sorted(
@@ -163,28 +165,20 @@ def _lines(folder: Path, depth: int) -> Iterator[RunLine]:
 
 
 def _line(run: Path) -> RunLine:
-    changed = max(_changed(run / name) for name in ("run.json", "metrics.jsonl", "checkpoints"))
+    changed = max(_changed(run / name) for name in (FACTS, LOG, CHECKPOINTS))
     try:
-        facts = verify(read_json(run / "run.json"))
-        status = facts["status"]
-        state = STATES.get(status, status)
-        if not isinstance(state, str):
-            raise TypeError
+        facts = read_facts(run)
     except OSError as error:
-        return RunLine(
-            run,
-            "unreadable",
-            changed=changed,
-            problem=f"run.json could not be read: {error.strerror}",
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return RunLine(
-            run,
-            "unreadable",
-            changed=changed,
-            problem="run.json is damaged: the state of the run is unknown",
-        )
-    records, from_start = _last_records(run / "metrics.jsonl")
+        problem = f"run.json could not be read: {error.strerror}"
+        return RunLine(run, "unreadable", changed=changed, problem=problem)
+    except ValueError:
+        facts = {}
+    status = facts.get("status")
+    if not isinstance(status, str):
+        problem = "run.json is damaged: the state of the run is unknown"
+        return RunLine(run, "unreadable", changed=changed, problem=problem)
+    state = STATES.get(status, status)
+    records, from_start = read_log_end(run / LOG)
     if status in ("running", "interrupted", "failed"):
         process = holder(run)
         if process is not None and process.alive:
@@ -200,13 +194,11 @@ def _line(run: Path) -> RunLine:
     return RunLine(
         path=run,
         state=state,
-        method=method
-        if isinstance(method := facts.get("method"), str)
-        else _method(run / "config.yaml"),
+        method=method if isinstance(method := facts.get("method"), str) else method_in_recipe(run),
         step=step,
         total=total,
         left=_left(records, from_start, total - step) if state == "running" and total else None,
-        checkpoint=_newest_checkpoint(run / "checkpoints"),
+        checkpoint=newest_checkpoint(run),
         changed=changed,
         metrics=_metrics(records),
     )
@@ -217,26 +209,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:  # not there yet
         return 0.0
-
-
-def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The complete records at the end of a log, and whether the log has no others."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return [], True
-    records: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-            if isinstance(record["step"], int):
-                records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return records, size <= TAIL
 
 
 def _left(records: Sequence[Mapping[str, Any]], from_start: bool, steps: int) -> float | None:
@@ -265,78 +237,3 @@ def _metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float | str]:
         for name in names
         if name
     }
-
-
-def _method(config: Path) -> str:
-    """The method in a config.yaml as runs write it, for a run.json without it."""
-    try:
-        match = re.search(
-            r"^method: *(\S+)", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-        )
-    except OSError:
-        return ""
-    return match[1] if match else ""
-
-
-def _newest_checkpoint(folder: Path) -> int | None:
-    try:
-        steps = [
-            int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"step-[0-9]{1,18}", name)
-        ]
-    except OSError:
-        return None
-    return max(steps, default=None)
-
-
-def _not_a_folder(path: Path, fix: str) -> UserError:
-    if not path.exists():
-        return missing_run(path, fix)
-    return UserError("the path is a file", code="run-not-found", where=str(path), fix=fix)
-
-
-def config_of(run_dir: Path) -> Path:
-    """The recipe in a run's folder.
-
-    Raises UserError if the folder is no run, or the recipe has changed.
-    """
-    config = run_dir / "config.yaml"
-    if not run_dir.exists():
-        raise missing_run(run_dir, "use a run folder")
-    if not config.is_file():
-        raise UserError(
-            "the folder is not a run (config.yaml is missing)",
-            code="run-not-found",
-            where=str(run_dir),
-            fix="use a run folder",
-        )
-    try:
-        verify_text(config.read_bytes().decode("utf-8", errors="replace"))
-    except OSError as error:
-        fix = "make the file readable (chmod +r)"
-        raise UserError(
-            f"the recipe cannot be read ({error.strerror})",
-            code="file-not-readable",
-            where=str(config),
-            fix=fix,
-        ) from error
-    except ChecksumError as error:
-        fix = "restore the file; if you edited it on purpose, remove its last line"
-        raise UserError(
-            f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix
-        ) from error
-    return config
-
-
-def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
-    """The recipe of a run, and the folder in which it was started, to which its paths are relative.
-
-    Raises UserError if the folder is not a run.
-    """
-    if not run_dir.is_dir():
-        raise _not_a_folder(run_dir, "use a run folder; for a recipe, run `valence train`")
-    recipe = config_of(run_dir)
-    try:
-        place = verify(read_json(run_dir / "run.json"))["cwd"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return recipe, None  # damaged: the facts in a checkpoint are used
-    return recipe, Path(place) if isinstance(place, str) else None

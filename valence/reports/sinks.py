@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from valence.errors import UserError
+from valence.reports.run_record import parse_log
 from valence.storage import LineFile
 
 Record = Mapping[str, float | int | str]
@@ -184,14 +185,8 @@ def _strict(value: float | int | str) -> float | int | str:
 
 def _first_bad_line(content: bytes) -> str:
     """``:N`` of the first line of a log that is not a record; empty when all of them are."""
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            is_record = isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            is_record = False
-        if not is_record:
-            return f":{number}"
-    return ""
+    bad_lines = (number for number, record in parse_log(content) if record is None)
+    return next((f":{number}" for number in bad_lines), "")
 
 
 class FanOut:

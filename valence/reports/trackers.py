@@ -2,33 +2,32 @@
 
 Each tracker works on a separate thread, so that no step waits for it. ``metrics.jsonl`` is the
 authority: a tracker of a resumed run receives the records that it lacks, and no record twice.
-dev/decisions/0043-resuming-trackers.md explains how each library resumes.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import netrc
 import os
 import queue
-import re
-import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
 from valence.errors import UserError, install_command
-from valence.files import refuse_links
-from valence.network import has_credentials
-from valence.reports.formatting import exact, number, visible
+from valence.reports.run_record import LOG, read_log, read_rows
 from valence.reports.sinks import SAMPLES, Record, Sink, capture_error, samples
-from valence.storage import add_checksum, atomic_write, make_folder, read_json, verify
+from valence.reports.tracker_backends import (
+    BACKENDS,
+    Backend,
+    Rows,
+    TrackedRun,
+    has_wandb_key,
+    wandb_mode,
+)
+from valence.storage import read_object
 from valence.user_code.plugins import load_plugin
 
 LIBRARIES = {
@@ -43,75 +42,7 @@ PRIVACY = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 unless the user has set them.
 """
 MAX_WAITING = 10_000
-"""Records and tables that may wait for a tracker. One that falls further behind has failed."""
-
-Rows = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as a tracker's library needs it.
-
-    settings: of the sink, from the recipe. config: every setting of the run, as plain JSON values.
-    state: what this tracker stored about the run, written by ``save_state``. last_step: the last
-    step in the log of a resumed run, else -1.
-    """
-
-    settings: Mapping[str, Any]
-    config: Mapping[str, Any]
-    folder: Path
-    state: dict[str, Any]
-    last_step: int
-
-    def save_state(self) -> None:
-        path = self.folder / "trackers" / f"{self.settings['kind']}.json"
-        make_folder(path.parent, self.folder)
-        atomic_write(path, json.dumps(add_checksum(self.state)), self.folder)
-
-    @property
-    def name(self) -> str:
-        """The name of the run in the tracker."""
-        return visible(self.settings.get("name") or self.folder.resolve().name)
-
-    @property
-    def project(self) -> str:
-        return self.settings.get("project") or "valence"
-
-    @property
-    def tags(self) -> list[str]:
-        return list(self.settings.get("tags") or ())
-
-    def directory(self, default: str = "") -> Path:
-        """The folder for the tracker's files."""
-        if self.settings.get("folder"):
-            return Path(self.settings["folder"]).absolute()
-        refuse_links(self.folder / default, self.folder)
-        return (self.folder / default).absolute()
-
-    def nested_config(self) -> dict[str, Any]:
-        """The settings as sections."""
-        config: dict[str, Any] = {}
-        for name, value in self.config.items():
-            *sections, last = name.split(".")
-            inner = config
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[last] = value
-        return config
-
-
-class Backend(Protocol):
-    """One library, opened for one run. All methods are called on one thread."""
-
-    def has(self, name: str, step: int) -> bool:
-        """Whether the tracker already holds this number or table."""
-        ...
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def table(self, name: str, step: int, rows: Rows) -> None: ...
-
-    def close(self, status: str) -> None: ...
+"""Records that may wait for a tracker. One that falls further behind has failed."""
 
 
 class Tracker:
@@ -126,6 +57,7 @@ class Tracker:
         """settings: a sink of a recipe. notify: shows a message to the user."""
         self.name = str(settings["kind"])
         self._settings, self._notify, self._status = settings, notify, "failed"
+        self._tables: dict[str, Rows] = {}
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._backend: Backend | None = None
         self._error: Exception | None = None
@@ -146,18 +78,20 @@ class Tracker:
             os.environ.setdefault(name, value)
         if self.name != "trackio":  # it reads its folder on import; see _import_trackio
             importlib.import_module(LIBRARIES[self.name])
-        records = list(_read_log(folder)) if resumed else []
+        records = read_log(folder / LOG) if resumed else []
         plain = json.loads(json.dumps(config, default=str))
         self._submit(lambda: self._open(plain, folder, records, resumed))
         self._thread = threading.Thread(target=self._work, name=f"valence {self.name}", daemon=True)
         self._thread.start()
 
     def log(self, record: Record) -> None:
-        step, numbers = int(record["step"]), numbers_of(record)
-        self._submit(lambda: self._log(step, numbers))
+        step, numbers, tables = int(record["step"]), numbers_of(record), self._tables
+        self._tables = {}
+        self._submit(lambda: self._log(step, numbers, tables))
 
     def table(self, name: str, step: int, rows: Rows) -> None:
-        self._submit(lambda: self._table(name, step, rows))
+        """The table is logged with the record of its step, which follows."""
+        self._tables[name] = rows
 
     def end(self, status: str) -> None:
         self._status = status
@@ -175,7 +109,7 @@ class Tracker:
 
     @property
     def waiting(self) -> int:
-        """Records and tables that the library has not received yet."""
+        """Records that the library has not received yet."""
         return self._jobs.qsize()
 
     def _submit(self, job: Callable[[], None] | None) -> None:
@@ -198,31 +132,28 @@ class Tracker:
         self, config: Mapping[str, Any], folder: Path, records: Sequence[Record], resumed: bool
     ) -> None:
         path = folder / "trackers" / f"{self.name}.json"
-        has_state = resumed and path.is_file()
-        state = verify(read_json(path)) if has_state else {}
+        state = read_object(path) if resumed and path.is_file() else {}
         last_step = max((int(record["step"]) for record in records), default=-1)
-        run = TrackedRun(self._settings, config, folder, dict(state), last_step)
+        run = TrackedRun(self._settings, config, folder, state, last_step)
         self._backend = BACKENDS[self.name](run)
         for record in records:
-            step = int(record["step"])
+            step, tables = int(record["step"]), dict[str, Rows]()
             if any(name.startswith("eval/") for name in record):
-                self._table(SAMPLES, step, _read_samples(folder, step))
-            self._log(step, numbers_of(record))
+                tables[SAMPLES] = _read_samples(folder, step)
+            self._log(step, numbers_of(record), tables)
 
-    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _log(self, step: int, numbers: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
+        """Log what the tracker does not hold yet."""
         assert self._backend is not None
-        missing = {n: value for n, value in numbers.items() if not self._backend.has(n, step)}
-        if missing:
-            self._backend.log(step, missing)
-
-    def _table(self, name: str, step: int, rows: Rows) -> None:
-        assert self._backend is not None
-        if rows and not self._backend.has(name, step):
-            self._backend.table(name, step, rows)
+        has = self._backend.has
+        missing = {name: value for name, value in numbers.items() if not has(name, step)}
+        tables = {name: rows for name, rows in tables.items() if rows and not has(name, step)}
+        if missing or tables:
+            self._backend.log(step, missing, tables)
 
     def _close(self) -> None:
         assert self._backend is not None
-        self._backend.close(self._status)
+        self._backend.finish(self._status)
 
 
 def make_trackers(sinks: Sequence[Mapping[str, Any]], notify: Callable[[str], None]) -> list[Sink]:
@@ -276,328 +207,9 @@ def numbers_of(record: Record) -> dict[str, float]:
     }
 
 
-def _read_log(folder: Path) -> Iterator[Record]:
-    path = folder / "metrics.jsonl"
-    if path.is_file():
-        with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-
-
 def _read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
     """The samples of an earlier evaluation; empty if its file has been removed."""
-    path = folder / "eval" / f"step-{step}.json"
-    if not path.is_file():
+    try:
+        return samples(read_rows(folder, step))
+    except FileNotFoundError:
         return []
-    return samples(verify(read_json(path))["rows"])
-
-
-class TensorBoard:
-    """Event files. TensorBoard drops numbers from ``purge_step`` on when it reads them.
-
-    The state holds the last step that was flushed. A resumed run purges from this step on, or from
-    the end of its log if that is earlier, and writes it again. Tables are not purged by every
-    reader, so they are never written again.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard.summary import hparams
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._run, resumed = run, bool(run.state)
-        self._step = max(0, min(run.state.get("step", 0), run.last_step))
-        self._first_step = self._step
-        self._table_step = run.state.get("table_step", -1)
-        folder = str(run.directory("tensorboard"))
-        run.state.update(folder=folder, step=self._first_step)
-        run.save_state()  # before the purge: what it drops must not count as written
-        self._writer = SummaryWriter(folder, purge_step=self._first_step if resumed else None)
-        if self._first_step == 0:
-            plain = {n: v if isinstance(v, bool | float | int) else exact(v)
-                     for n, v in run.config.items()}  # fmt: skip
-            for summary in hparams(plain, {}):
-                self._writer.file_writer.add_summary(summary)  # pyright: ignore[reportOptionalMemberAccess]
-            rows = [{"setting": n, "value": exact(value)} for n, value in run.config.items()]
-            self._writer.add_text("settings", _markdown_table(rows), 0)
-
-    def has(self, name: str, step: int) -> bool:
-        return step <= self._table_step if name == SAMPLES else step < self._first_step
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-        self._step = self._run.state["step"] = step
-        self._run.save_state()
-
-    def table(self, name: str, step: int, rows: Rows) -> None:
-        self._writer.add_text(name, _markdown_table(rows), step)
-        self._run.state["table_step"] = step  # flushed and saved with the numbers of the step
-
-    def close(self, status: str) -> None:
-        self._writer.add_text("status", status, self._step)
-        self._writer.close()
-
-
-def _markdown_table(rows: Rows) -> str:
-    """A table for TensorBoard, whose cells are one line without bars."""
-    head = list(rows[0])
-    cells = [[_markdown_cell(row[name]) for name in head] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *cells))
-
-
-def _markdown_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    line = number(value) if isinstance(value, float) else exact(value)
-    return re.sub(r"\s*\n\s*", "<br>", line).replace("|", "\\|")
-
-
-def wandb_mode(settings: Mapping[str, Any]) -> str:
-    """online, offline, or auto if neither the recipe nor the environment decides."""
-    mode = settings.get("mode") or "auto"
-    if mode == "auto" and os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
-        return "offline"
-    return str(mode)
-
-
-def has_wandb_key() -> bool:
-    """Whether wandb can log in without asking: with a key from the environment or `wandb login`."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    try:
-        hosts = netrc.netrc(os.environ.get("NETRC") or Path("~/.netrc").expanduser()).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(name == host or name.endswith("wandb.ai") for name in hosts)
-
-
-class Wandb:
-    """A run of wandb. Offline, it writes files for `wandb sync`.
-
-    Online, wandb resumes the run by its id and tells the next step. Offline it cannot resume: each
-    start writes the run from its first step, and the last files replace earlier ones of the same
-    id.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        import wandb
-
-        self._wandb = wandb
-        offline = wandb_mode(run.settings) == "offline" or not has_wandb_key()
-        resumed = "id" in run.state
-        if not resumed:
-            run.state["id"] = secrets.token_hex(4)
-            run.save_state()
-        folder = run.directory()
-        folder.mkdir(parents=True, exist_ok=True)
-        # inherited from a program that uses wandb itself; the service of a killed run is gone
-        os.environ.pop("WANDB_SERVICE", None)
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.state["id"],
-            resume=None if offline else "allow",
-            dir=str(folder),
-            tags=run.tags,
-            mode="offline" if offline else "online",
-            config=None if resumed and not offline else run.nested_config(),
-            reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._first_step = 0 if offline else self._run.step
-        self._tables: dict[str, Any] = {}
-
-    def has(self, name: str, step: int) -> bool:
-        return step < self._first_step and not name.startswith("test/")
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        summary = {name: value for name, value in numbers.items() if name.startswith("test/")}
-        if summary:  # test rows are measured after the last step, whose row is complete
-            self._run.summary.update(summary)
-        row = {name: value for name, value in numbers.items() if name not in summary}
-        if row:
-            self._run.log(row | self._tables, step=step, commit=True)
-            self._tables = {}
-
-    def table(self, name: str, step: int, rows: Rows) -> None:
-        """The table is logged with the numbers of its step, which follow."""
-        columns: list[Any] = list(rows[0])
-        data: list[Any] = [[row[column] for column in columns] for row in rows]
-        self._tables[name] = self._wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-
-    def close(self, status: str) -> None:
-        self._run.summary["status"] = status
-        self._run.finish(exit_code=0 if status == "done" else 1)
-
-
-class Trackio:
-    """A project of trackio: a database in a folder, of which it has one per process."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        folder = run.directory("trackio")
-        if not run.settings.get("folder") and os.environ.get("TRACKIO_DIR"):
-            folder = Path(os.environ["TRACKIO_DIR"])
-        self._trackio = _import_trackio(folder)
-        from trackio.sqlite_storage import SQLiteStorage
-
-        resumed = bool(run.state)
-        name = run.state.setdefault("name", run.name)
-        self._run = self._trackio.init(
-            project=run.project,
-            name=name,
-            config=run.nested_config(),
-            resume="allow" if resumed else "never",
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-            embed=False,
-        )
-        run.save_state()
-        rows = SQLiteStorage.get_logs(run.project, name, run_id=self._run.id) if resumed else []
-        self._points = {(metric, int(row["step"])) for row in rows for metric in row}
-        self._step = max(0, run.last_step)
-
-    def has(self, name: str, step: int) -> bool:
-        return (name, step) in self._points
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._step = step
-        self._run.log(dict(numbers), step=step)
-
-    def table(self, name: str, step: int, rows: Rows) -> None:
-        columns: list[Any] = list(rows[0])
-        data = [[row[column] for column in columns] for row in rows]
-        self._run.log({name: self._trackio.Table(columns=columns, data=data)}, step=step)
-
-    def close(self, status: str) -> None:
-        self._run.log({"status": self._trackio.Markdown(status)}, step=self._step)
-        self._run.finish()
-
-
-def _import_trackio(folder: Path) -> Any:
-    """Import trackio with its files in this folder.
-
-    Raises UserError if it was imported with another one.
-    """
-    previous = os.environ.get("TRACKIO_DIR")
-    os.environ["TRACKIO_DIR"] = str(folder)
-    try:
-        import trackio
-    finally:
-        if previous is None:
-            del os.environ["TRACKIO_DIR"]
-        else:
-            os.environ["TRACKIO_DIR"] = previous
-    used = Path(trackio.utils.TRACKIO_DIR).absolute()  # type: ignore[attr-defined]
-    if used != folder.absolute():
-        raise UserError(
-            f"trackio can use only one folder per process, and already uses {used}",
-            code="tracker-folder-fixed",
-            where="run.sinks (trackio)",
-            fix="start this run in a new process",
-        )
-    return trackio
-
-
-class Mlflow:
-    """A run of an MLflow server, database or folder, resumed by its run id.
-
-    MLflow keeps a number twice that it receives twice, so a resumed run asks for those it has.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        from mlflow import MlflowClient
-
-        state, resumed = run.state, "run" in run.state
-        uri = run.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
-        self._is_in_run_folder = not uri
-        uri = state.get("uri") or uri or _mlflow_uri(run)
-        if not has_credentials(uri):  # those of the environment are read again on resume
-            state["uri"] = uri
-        self._is_folder = uri.startswith("file:") or not re.match(r"[\w+-]+://|databricks", uri)
-        if self._is_folder:  # which MLflow otherwise refuses in favour of a database
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client = MlflowClient(tracking_uri=uri)
-        if not resumed:
-            state["run"] = self._create(run)
-            run.save_state()
-        self._id = state["run"]
-        self._points = self._read_points() if resumed else set[tuple[str, int]]()
-        if resumed:
-            self._client.update_run(self._id, status="RUNNING")
-
-    def _create(self, run: TrackedRun) -> str:
-        from mlflow.entities import Param
-
-        known = self._client.get_experiment_by_name(run.project)
-        # A database's own default is `mlruns` in the current directory.
-        artifacts = run.directory("mlflow") / "artifacts" if self._is_in_run_folder else None
-        experiment = (
-            known.experiment_id
-            if known
-            else self._client.create_experiment(
-                run.project, artifact_location=artifacts.as_uri() if artifacts else None
-            )
-        )
-        tags = dict.fromkeys(run.tags, "true")
-        created = self._client.create_run(experiment, run_name=run.name, tags=tags)
-        params = [Param(self._name(n), exact(value)[:6000]) for n, value in run.config.items()]
-        for start in range(0, len(params), 100):  # MLflow's limit for one request
-            self._client.log_batch(created.info.run_id, params=params[start : start + 100])
-        return created.info.run_id
-
-    def _read_points(self) -> set[tuple[str, int]]:
-        """The numbers and tables that the run has."""
-        names = self._client.get_run(self._id).data.metrics
-        points = {
-            (name, metric.step)
-            for name in names
-            for metric in self._client.get_metric_history(self._id, name)
-        }
-        paths = [
-            file.path
-            for folder in self._client.list_artifacts(self._id)
-            for file in self._client.list_artifacts(self._id, folder.path)
-        ]
-        matches = (re.fullmatch(r"(.+)-step-(\d+)\.json", path) for path in paths)
-        return points | {(self._name(match[1]), int(match[2])) for match in matches if match}
-
-    def has(self, name: str, step: int) -> bool:
-        return (self._name(name), step) in self._points
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        metrics = [Metric(self._name(name), value, now, step) for name, value in numbers.items()]
-        self._client.log_batch(self._id, metrics=metrics)
-
-    def table(self, name: str, step: int, rows: Rows) -> None:
-        data = {column: [row[column] for row in rows] for column in rows[0]}
-        self._client.log_table(self._id, data=data, artifact_file=f"{name}-step-{step}.json")
-
-    def close(self, status: str) -> None:
-        statuses = {"done": "FINISHED", "interrupted": "KILLED"}
-        self._client.set_terminated(self._id, statuses.get(status, "FAILED"))
-
-    def _name(self, name: str) -> str:
-        """The name in MLflow. In a folder of files, a slash would make the name a subfolder."""
-        allowed = re.sub(r"[^\w./: -]", "_", name)
-        return allowed.replace("/", ".") if self._is_folder else allowed
-
-
-def _mlflow_uri(run: TrackedRun) -> str:
-    """A database if its libraries are installed, else a folder of files."""
-    folder = run.directory("mlflow")
-    folder.mkdir(parents=True, exist_ok=True)
-    has_database = find_spec("sqlalchemy") and find_spec("alembic")
-    return f"sqlite:///{folder / 'mlflow.db'}" if has_database else folder.as_uri()
-
-
-BACKENDS: dict[str, Callable[[TrackedRun], Backend]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
-    "mlflow": Mlflow,
-}
-"""The backend of each kind of tracker."""

@@ -16,8 +16,8 @@ from valence.reports.charts import equals_reference
 from valence.reports.diagnostics import main_warning
 from valence.reports.formatting import number
 from valence.reports.rows import is_pair, is_rollout, margin, per_token, value, verdict
-from valence.reports.rundata import FILES, RunData, read_run
-from valence.reports.stats import (
+from valence.reports.run_record import FILES, RunRecord
+from valence.statistics import (
     MIN_CLASS_ROWS,
     Z95,
     auc,
@@ -88,7 +88,7 @@ class Verdict:
         return self.title or HEADLINES[self.state]
 
 
-def run_verdict(run: RunData) -> Verdict:
+def run_verdict(run: RunRecord) -> Verdict:
     """The verdict on a run, with advice for what its folder holds."""
     return held_out_verdict(run.first, run.last, has_answers=bool(run.samples))
 
@@ -510,7 +510,7 @@ def outputs(run_dir: Path) -> list[str]:
     """The last lines on a finished run: the verdict, what was written, the most important warning
     and the next command.
     """
-    run = read_run(run_dir)
+    run = RunRecord.read(run_dir)
     result = run_verdict(run)
     paths = [f"{title:>7}  {run_dir / n}" for title, n in FILES.items() if (run_dir / n).exists()]
     warning = main_warning(run)
@@ -520,7 +520,7 @@ def outputs(run_dir: Path) -> list[str]:
     return [result.text, result.advice, *lines]
 
 
-def _next_command(run: RunData) -> str:
+def _next_command(run: RunRecord) -> str:
     """A command that shows what the model does now."""
     path = shlex.quote(str(run.path))
     rows: Sequence[Json] = run.last["rows"] if run.last is not None else ()

@@ -13,6 +13,7 @@ from valence.data.audit_text import audited
 from valence.distributed.process_group import Group, SingleProcess
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
+from valence.reports.run_record import LOG
 from valence.reports.sinks import FanOut, JsonlSink, Sink
 from valence.reports.trackers import make_trackers
 from valence.rewards.build import reward_of
@@ -69,11 +70,7 @@ def make_trainer(
     world, console = world or SingleProcess(), console or Terminal()
     group = world.split(*prepared.recipe.parallel.neighbours)[0]  # the processes with other rows
     messages = Messages(console, folder)
-    jsonl = (
-        JsonlSink(folder.path / "metrics.jsonl", messages.warn)
-        if folder and folder.writes
-        else None
-    )
+    jsonl = JsonlSink(folder.path / LOG, messages.warn) if folder and folder.writes else None
     state = TrainState(
         prepared, policy, reference, group,
         micro_batch_tokens=micro_batch_tokens, optimizer=optimizer, scheduler=scheduler, log=jsonl,
@@ -103,7 +100,7 @@ def make_trainer(
         audit = audited(prepared.corpora["train"].audit) if "train" in prepared.corpora else {}
     model_writer = ModelWriter(
         prepared, state, world, facts=folder.facts if folder else facts or {}, audit=audit,
-        log=path / "metrics.jsonl" if path else None,
+        log=path / LOG if path else None,
     )  # fmt: skip
     return Trainer(
         prepared, state, examples,

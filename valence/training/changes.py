@@ -26,6 +26,7 @@ from valence.distributed.process_group import Group
 from valence.errors import UserError
 from valence.methods import method_of
 from valence.models.policy_model import PolicyModel
+from valence.reports.run_record import MODEL
 from valence.storage import KEY, checksum
 from valence.training.folder import RunFolder, versions
 from valence.training.prepare import Corpus, Prepared
@@ -163,7 +164,7 @@ def _fix_of(refused: Sequence[str]) -> str:
 
 def start_from_model(folder: RunFolder, checkpoint: Path | None) -> str:
     """The fix that starts a new run from the model of a run. checkpoint: its newest one, if any."""
-    models = [folder.path / "model"] if folder.facts.get("status") == "done" else []
+    models = [folder.path / MODEL] if folder.facts.get("status") == "done" else []
     models += [checkpoint / "model"] if checkpoint else []
     model = next((path for path in models if path.is_dir()), None)
     if model is None and checkpoint is None:

@@ -23,6 +23,7 @@ from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.files import refuse_links
 from valence.models.cache import CachedReference
+from valence.reports.run_record import CHECKPOINTS
 from valence.reports.sinks import JsonlSink
 from valence.storage import atomic_folder, fsync_path, part_path, read_json, rename
 from valence.training.folder import Messages, RunFolder
@@ -464,7 +465,7 @@ class Saver:
         self._world, self._settings = model_writer.world, state.recipe.run
         self._is_split = state.has_split_weights
         self.checkpoints = Checkpoints(
-            folder.path / "checkpoints",
+            folder.path / CHECKPOINTS,
             self._settings.keep,
             self._world if self._is_split else None,
             sharded_checkpoint.write,

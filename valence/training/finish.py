@@ -13,8 +13,9 @@ from valence.distributed.process_group import gather_objects, run_on_first_rank
 from valence.distributed.tensor_parallel import local
 from valence.errors import UserError
 from valence.models.cache import CachedReference
+from valence.reports.run_record import MODEL, SAMPLES, read_samples
 from valence.rollouts.protocol import Sampling
-from valence.storage import add_checksum, read_json, verify
+from valence.storage import add_checksum
 from valence.terminal import output_errors, print_message
 from valence.training.evaluate import as_text
 from valence.training.folder import RunFolder, as_json, now
@@ -58,7 +59,7 @@ def run_to_end(trainer: Trainer) -> Trainer:
             trainer.stop.check()
             folder.record(finished=now(), seconds=seconds(), steps=trainer.step)
             trainer.messages.print("writing the model")
-            trainer.model_writer.write(folder.path / "model", trainer.recipe.run.export)
+            trainer.model_writer.write(folder.path / MODEL, trainer.recipe.run.export)
         status = "done"
     except KeyboardInterrupt as stopped:
         status, at_once = "interrupted", isinstance(stopped, Interrupted) and stopped.at_once
@@ -125,7 +126,7 @@ def _samples_after(
                 f"{len(before) - len(both)} of {len(before)} prompts answered before training "
                 f"are no longer in the held-out rows"
             )
-        folder.write("samples.json", [add_checksum(row) for row in both])
+        folder.write(SAMPLES, [add_checksum(row) for row in both])
 
 
 def _measure_trained(trainer: Trainer, folder: RunFolder) -> None:
@@ -203,7 +204,7 @@ def _check_weights(trainer: Trainer) -> None:
 def _samples_before(trainer: Trainer) -> list[dict[str, str]]:
     """Answers of the policy before its first step; when resuming, those saved in the folder."""
     assert trainer.folder is not None
-    path = trainer.folder.path / "samples.json"
+    path = trainer.folder.path / SAMPLES
     if trainer.step == 0:
         samples = _samples(trainer)
         if samples:
@@ -218,9 +219,9 @@ def _samples_before(trainer: Trainer) -> list[dict[str, str]]:
 
 def _read_samples(trainer: Trainer, path: Path) -> list[dict[str, str]]:
     try:
-        rows = [verify(row) for row in read_json(path)]
+        rows = read_samples(path.parent)
         return [{name: row[name] for name in ("prompt", "before")} for row in rows]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         trainer.messages.warn(
             f"{path}: the answers from before training cannot be read ({error}); the report does "
             f"not compare them with the answers after training"

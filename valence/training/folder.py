@@ -18,20 +18,28 @@ from rich.console import Console
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError, are_arguments_named, for_interface, naming_arguments
 from valence.files import check_path, refuse_links
+from valence.reports.run_record import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    FACTS,
+    LOG,
+    MODEL,
+    evaluation_file,
+    read_facts,
+)
 from valence.storage import (
     LOCK_FILE,
     Lock,
     add_checksum,
     atomic_write,
-    read_object,
     rename,
     writing,
 )
 from valence.terminal import print_message, print_warning
 
 FOLDERS = (
-    "eval",
-    "checkpoints",
+    EVALUATIONS,
+    CHECKPOINTS,
     "reference",
     "scores",
     "trackers",
@@ -107,7 +115,7 @@ class RunFolder:
                 fix="choose another run.dir",
             )
         if path.is_dir() and any(path.iterdir()):
-            if not ((path / LOCK_FILE).is_file() or (path / "run.json").is_file()):
+            if not ((path / LOCK_FILE).is_file() or (path / FACTS).is_file()):
                 raise UserError(
                     "the folder contains files that are not from a run",
                     code="folder-not-empty",
@@ -126,10 +134,10 @@ class RunFolder:
 
     def _read_facts(self) -> dict[str, Any]:
         try:
-            return read_object(self.path / "run.json")
+            return read_facts(self.path)
         except (OSError, ValueError) as error:
             self.say(
-                f"{self.path / 'run.json'} cannot be read ({error}); using the facts of the newest "
+                f"{self.path / FACTS} cannot be read ({error}); using the facts of the newest "
                 f"checkpoint"
             )
             return {}
@@ -159,7 +167,7 @@ class RunFolder:
                 self._take()
             for name in FOLDERS:
                 refuse_links(path / name, path)
-            (path / "eval").mkdir(exist_ok=True)
+            (path / EVALUATIONS).mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"the folder cannot be created ({error.strerror})",
@@ -215,7 +223,7 @@ class RunFolder:
     def record(self, **facts: Any) -> None:
         """Add facts to run.json: the command, versions, times, status."""
         self.facts |= facts
-        self.write_or_retry("run.json", add_checksum(self.facts))
+        self.write_or_retry(FACTS, add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
         """Add a line to the notes or warnings in run.json; resumed runs repeat some of them."""
@@ -226,8 +234,10 @@ class RunFolder:
         self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
     ) -> None:
         """Write eval/step-N.json with all rows and numbers, and eval/step-N.txt for readers."""
-        self.write_or_retry(f"eval/step-{step}.json", as_json(step, metrics, rows))
-        self.write_or_retry(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
+        name = evaluation_file(step)
+        self.write_or_retry(name, as_json(step, metrics, rows))
+        text = "\n".join(_readable(step, metrics, rows))
+        self.write_or_retry(name.replace(".json", ".txt"), text)
 
 
 def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
@@ -283,10 +293,10 @@ def refuse_inputs_in_folder(run_dir: Path, inputs: Mapping[str, str | None]) -> 
 
 def _has_progress(path: Path) -> bool:
     """Whether a run in this folder has reached its first step or evaluation."""
-    log = path / "metrics.jsonl"
+    log = path / LOG
     return (
-        (path / "model").exists()
-        or (path / "checkpoints").exists()
+        (path / MODEL).exists()
+        or (path / CHECKPOINTS).exists()
         or (log.is_file() and log.stat().st_size > 0)
     )
 

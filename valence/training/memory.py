@@ -30,9 +30,9 @@ from valence.models.memory import (
     sampling_bytes,
 )
 from valence.models.shape import Shape, skeleton, skeleton_of
+from valence.reports.run_record import is_run
 from valence.rewards.build import list_reward_models
 from valence.rollouts.servers import Placement, place_server
-from valence.targets import is_run
 from valence.training.optim import optimizer_class
 from valence.training.prepare import Prepared
 from valence.training.reward_recipes import (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from valence import statistics
 from valence.distributed.process_group import Group
-from valence.reports import stats
 from valence.types import Mean, Ranked, sent
 
 
@@ -64,7 +64,7 @@ class Meter:
         """Name -> number over all processes, with one collective and one copy to the host."""
         sums: dict[str, Tensor] = {}
         ranked: dict[str, list[Tensor]] = {}
-        statistics: dict[str, str] = {}
+        statistic_of: dict[str, str] = {}
         for head, content in _messages(group.gather(self._packed()).cpu()):
             means, columns = head["means"], head["ranked"]
             totals, *parts = content.split([2 * len(means), *(2 * size for _, _, size in columns)])
@@ -72,7 +72,7 @@ class Meter:
                 sums[name] = sums[name] + part if name in sums else part
             for (name, statistic, _), part in zip(columns, parts, strict=True):
                 ranked.setdefault(name, []).append(part.view(2, -1))
-                statistics[name] = statistic
+                statistic_of[name] = statistic
         numbers = {
             name: total / count
             for name, (total, count) in ((n, s.tolist()) for n, s in sums.items())
@@ -81,7 +81,7 @@ class Meter:
         for name, parts in ranked.items():
             values, others = torch.cat(parts, 1)
             is_known = ~others.isnan()
-            number = STATISTICS[statistics[name]](values[is_known], others[is_known])
+            number = STATISTICS[statistic_of[name]](values[is_known], others[is_known])
             if number is not None:
                 numbers[name] = number
         if "rewards/chosen" in numbers and "rewards/rejected" in numbers:
@@ -147,7 +147,7 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
     up, down = values[positive.bool()].tolist(), values[~positive.bool()].tolist()
     if not up or not down:
         return None
-    return stats.auc(up, down) if not values.isnan().any() else math.nan  # which has no rank
+    return statistics.auc(up, down) if not values.isnan().any() else math.nan  # which has no rank
 
 
 def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> float | None:
@@ -164,18 +164,13 @@ def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> 
 
 
 def pearson(values: Tensor, others: Tensor) -> float | None:
-    """Linear correlation of two columns [N]; None when one of them is constant."""
-    if not len(values) or any(bool(column.min() == column.max()) for column in (values, others)):
-        return None
-    x, y = (column.double() - column.double().mean() for column in (values, others))
-    return (x @ y / (x.norm() * y.norm())).item()
+    return statistics.pearson(values.tolist(), others.tolist())
 
 
 def spearman(values: Tensor, others: Tensor) -> float | None:
-    """Correlation of ranks, ties having the mean of theirs; None when a column is constant."""
     if values.isnan().any():
         return math.nan  # which has no rank
-    return stats.spearman(values.tolist(), others.tolist())
+    return statistics.spearman(values.tolist(), others.tolist())
 
 
 def explained(values: Tensor, others: Tensor) -> float | None:

@@ -25,7 +25,7 @@ from valence.models.adapters import merge_adapter, save_adapter
 from valence.models.build import DTYPES, load_model
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 from valence.reports.verdict import run_verdict
 from valence.storage import atomic_folder, part_path, read_json, rename
 from valence.training.folder import versions
@@ -164,7 +164,7 @@ class ModelWriter:
         """The verdict on the evaluations up to this step; empty in processes that write no card."""
         if self.log is None or self.world.rank or not self.state.evaluations:
             return ""
-        return run_verdict(read_run(self.log.parent, until=self.state.step)).text
+        return run_verdict(RunRecord.read(self.log.parent, until=self.state.step)).text
 
     def _shown_settings(self) -> dict[str, Any]:
         """Settings that the recipe sets, and those that every reader asks for."""

@@ -13,9 +13,9 @@ from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, SingleProcess
 from valence.errors import UserError
+from valence.reports.run_record import RECIPE, is_run, read_for_card
 from valence.rewards.build import is_function, is_server
-from valence.storage import read_object
-from valence.targets import is_run, recipe_of, require_loss
+from valence.targets import recipe_of, require_loss
 from valence.training.assemble import make_trainer
 from valence.training.changes import mark_training_rows
 from valence.training.models import build_models
@@ -58,6 +58,7 @@ def restore(
     )
     # The folder's recipe may name a program or an address to sample with.
     is_trusted = saved.source.settings["rollout.engine"].origin == COMMAND_LINE
+    facts, audit = read_for_card(run_dir)
     trainer = make_trainer(
         mark_training_rows(run_dir, saved.prepared),
         saved.policy,
@@ -65,8 +66,8 @@ def restore(
         console=console,
         micro_batch_tokens=saved.state["budget"][-1][2],
         world=world,
-        facts=_read(run_dir / "run.json"),
-        audit=_read(run_dir / "audit.json").get("train", {}),
+        facts=facts,
+        audit=audit,
         samples_in_process=not is_trusted,
     )
     trainer.state.load_progress(saved.state)
@@ -106,25 +107,7 @@ def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
         else:
             continue
         fix = "check the code of the reward or the operator of the server, then add --trust-reward"
-        raise UserError(problem, code=code, where=str(run_dir / "config.yaml"), fix=fix)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a run's folder; empty if the file does not exist.
-
-    Raises UserError if it is damaged.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"this file is damaged ({error})",
-            code="file-damaged",
-            where=str(path),
-            fix="restore the file, or remove it: the model card then lacks its content",
-        ) from error
+        raise UserError(problem, code=code, where=str(run_dir / RECIPE), fix=fix)
 
 
 def open_run(

@@ -19,6 +19,7 @@ from valence.distributed import sharded_checkpoint
 from valence.distributed.process_group import run_on_first_rank
 from valence.errors import UserError
 from valence.reports.formatting import visible
+from valence.reports.run_record import AUDIT, CHECKPOINTS, MODEL, RECIPE
 from valence.storage import add_checksum, add_checksum_line
 from valence.training import state_files
 from valence.training.changes import (
@@ -194,7 +195,7 @@ def find_previous_run(
     previous = PreviousRun(folder, prepared, saved, state, recorded, changed)
     if previous.finished:
         if not state:
-            folder.say(f"the run has no saved state: its weights are in {folder.path / 'model'}")
+            folder.say(f"the run has no saved state: its weights are in {folder.path / MODEL}")
     elif saved and not state:
         raise UserError(
             "the checkpoints of this run contain no state to resume from (run.save_state is false)",
@@ -226,7 +227,7 @@ def _find_checkpoint(
     folder: RunFolder, prepared: Prepared, allow: Sequence[str]
 ) -> tuple[tuple[str, int] | None, Mapping[str, Any], Mapping[str, str]]:
     """Path and step of the newest checkpoint, what the run recorded, and what has changed."""
-    checkpoints = Checkpoints(folder.path / "checkpoints", None)
+    checkpoints = Checkpoints(folder.path / CHECKPOINTS, None)
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
     recorded = saved.facts if saved else folder.identity
@@ -386,12 +387,12 @@ def record_start(
 
     tokens: of a micro-batch.
     """
-    folder.write("config.yaml", add_checksum_line(prepared.source.to_yaml()))
+    folder.write(RECIPE, add_checksum_line(prepared.source.to_yaml()))
     audits = {
         name: audited(corpus.audit) | {"distributions": distributions(corpus.units)}
         for name, corpus in prepared.corpora.items()
     }
-    folder.write("audit.json", add_checksum(audits))
+    folder.write(AUDIT, add_checksum(audits))
     changed = [
         {"setting": name, "value": shorten_value(setting.value), "origin": setting.origin}
         for name, setting in prepared.source.settings.items()

@@ -13,9 +13,9 @@ from valence.batching.micro_batches import make_micro_batches
 from valence.data.encode import Encoder
 from valence.data.encoded_set import Unusable
 from valence.errors import UserError
+from valence.reports.run_record import is_run
 from valence.rewards.calls import CallBackend
 from valence.rewards.threads import in_thread
-from valence.targets import is_run
 from valence.training.prepare import prepare
 from valence.training.reward_recipes import (
     RewardModelSettings,

@@ -15,9 +15,10 @@ from valence.config.schema import Dtype
 from valence.errors import UserError, field_problem
 from valence.models.loading import load_config
 from valence.models.scores import has_score_head
+from valence.reports.run_record import is_run
 from valence.rewards.build import KINDS
 from valence.rewards.rules import setting_error_code
-from valence.targets import is_run, load_target
+from valence.targets import load_target
 
 
 class RewardModelSettings(BaseModel):

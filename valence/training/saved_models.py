@@ -14,6 +14,7 @@ from valence.distributed.process_group import Group, SingleProcess, run_on_first
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
+from valence.reports.run_record import CHECKPOINTS
 from valence.targets import load_run_recipe
 from valence.training import state_files
 from valence.training.checkpoints import Checkpoints, Damaged, Saved, check
@@ -123,7 +124,7 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
 
     Raises UserError if there is none.
     """
-    checkpoints = Checkpoints(run_dir / "checkpoints", None)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, None)
     for _ in range(ATTEMPTS):
         steps = checkpoints.steps()
         try:

@@ -26,7 +26,7 @@ from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, SyncedReference
 from valence.reports.console import Dashboard, Progress
 from valence.reports.formatting import number
-from valence.reports.rundata import FILES, read_history
+from valence.reports.run_record import MODEL, REPORT, read_history
 from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
 from valence.rollouts import Sampling
 from valence.training.callbacks import CallbackLike, Callbacks
@@ -170,12 +170,12 @@ class Trainer:
     @property
     def report(self) -> Path:
         """The report: an HTML page with curves, samples and warnings."""
-        return self.directory / FILES["report"]
+        return self.directory / REPORT
 
     @property
     def model_dir(self) -> Path:
         """The trained model: a folder that transformers loads, written at the end of the run."""
-        return self.directory / FILES["model"]
+        return self.directory / MODEL
 
     @property
     def history(self) -> list[dict[str, Any]]:

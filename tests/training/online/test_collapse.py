@@ -19,7 +19,7 @@ from tests.training.online.recipes import logged, make, recipe, recipe_without_e
 from tests.training.resuming import facts, killed, train, weights
 from valence.reports.diagnostics import CollapseDetector, diagnose
 from valence.reports.page import render_report, report_markdown
-from valence.reports.rundata import read_run
+from valence.reports.run_record import RunRecord
 from valence.rollouts import HFGenerator
 from valence.training.collector import distinct_4grams, duplicates
 from valence.types import Completion
@@ -36,7 +36,9 @@ def place(tmp_path: Path) -> Path:
 
 def warned_at(place: Path, name: str) -> list[int]:
     """The steps with a warning that begins as the text of this sign does."""
-    (message,) = [sign.message for sign in diagnose(read_run(place / "run")) if sign.name == name]
+    (message,) = [
+        sign.message for sign in diagnose(RunRecord.read(place / "run")) if sign.name == name
+    ]
     warnings = facts(place / "run")["warnings"]
     words = re.compile(r"step (\d+): " + re.escape(message[:12]))
     return [int(result[1]) for result in map(words.match, warnings) if result]
@@ -58,7 +60,7 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
     assert (place / "run/model/model.safetensors").is_file()
     assert run.saver is not None
     assert run.saver.checkpoints.steps()[-1] == 7
-    data = read_run(place / "run")
+    data = RunRecord.read(place / "run")
     shown = [sign for sign in diagnose(data) if sign.name in ("saturated reward", "no gradient")]
     assert (
         [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from valence.errors import UserError
+from valence.statistics import deviation
 from valence.storage import read_json
 
 RESULT_FILES = "results_*.json"
@@ -257,7 +257,7 @@ def _paired_error(
 ) -> float:
     """The standard error of the mean difference of two scores of the same questions."""
     differences = [candidate[key] - score for key, score in baseline.items()]
-    return statistics.stdev(differences) / math.sqrt(len(differences))
+    return deviation(differences) / math.sqrt(len(differences))
 
 
 def _number(value: object) -> float | None:

@@ -59,6 +59,7 @@ from valence.jobs.sample_rows import load_prompts, prompt_columns, sample_rows
 from valence.models.loading import must_exist
 from valence.options import CompareOptions, Draws
 from valence.reports.console import Progress
+from valence.reports.run_record import is_run
 from valence.reports.win_rates import win_rate_page
 from valence.rewards.build import (
     check_rewards,
@@ -68,7 +69,7 @@ from valence.rewards.build import (
 )
 from valence.rewards.cache import digest
 from valence.storage import LOCK_FILE, Lock, add_checksum, part_path, read_json, rename, verify
-from valence.targets import is_run, load_target, with_files
+from valence.targets import load_target, with_files
 from valence.terminal import Terminal, print_message
 from valence.training.evaluate import as_text
 from valence.training.reward_models import reward_model, reward_model_must_exist

@@ -43,8 +43,9 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.console import Progress
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
-from valence.reports.stats import MIN_CLASS_ROWS, auc, mean
-from valence.targets import is_run, with_files
+from valence.reports.run_record import is_run
+from valence.statistics import MIN_CLASS_ROWS, auc, mean, right_share
+from valence.targets import with_files
 from valence.terminal import Terminal, print_message
 from valence.training.prepare import prepare
 from valence.training.scorers import LogProbScorer, RewardModelScorer, load_scorer
@@ -564,7 +565,7 @@ def _audit_form(kind: RatedKind, items: Sequence[RatedRow]) -> FormAudit | None:
                 for item, form in zip(items, forms, strict=True)
             ]
             ups, downs = [b for b, _ in better], [w for _, w in better]
-            alone = mean((b > w) + (b == w) / 2 for b, w in better) or 0.0
+            alone, _ = right_share([b - w for b, w in better])
         form_features.append(FormFeature(name, mean(ups) or 0.0, mean(downs) or 0.0, alone))
     return FormAudit(predicted.auc, predicted.interval, tuple(form_features))
 

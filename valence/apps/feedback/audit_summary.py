@@ -14,7 +14,7 @@ from valence.apps.feedback.audit_labels import (
 )
 from valence.apps.feedback.select_prompts import Selection
 from valence.data.label_audit import RaterAgreement
-from valence.reports.stats import MIN_CLASS_ROWS
+from valence.statistics import MIN_CLASS_ROWS
 from valence.terminal import print_message
 
 SHOWN = 5

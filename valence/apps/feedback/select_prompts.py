@@ -29,7 +29,7 @@ from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
 from valence.reports.regression import cross_fit, fit_logistic, standardize
-from valence.reports.stats import MIN_CLASS_ROWS
+from valence.statistics import MIN_CLASS_ROWS
 from valence.targets import with_files
 from valence.terminal import Terminal, print_message
 from valence.types import (

@@ -25,9 +25,9 @@ from valence.reports.comparison_charts import STROKES, line_style
 from valence.reports.formatting import duration, exact, number, text, visible
 from valence.reports.page import MARK
 from valence.reports.rendering import Charts, plotly_js, render_page
-from valence.reports.rundata import read_run
-from valence.reports.stats import finite, mean, student_interval
+from valence.reports.run_record import RunRecord
 from valence.reports.verdict import run_verdict
+from valence.statistics import deviation, finite, mean, student_interval
 from valence.storage import atomic_write
 
 CONFIDENCE = 0.95
@@ -69,10 +69,7 @@ class Candidate:
     def deviation(self) -> float | None:
         """Standard deviation of the objective over two or more seeds."""
         values = list(self.by_seed().values())
-        if len(values) < 2:
-            return None
-        middle = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+        return deviation(values) if len(values) > 1 else None
 
     @property
     def note(self) -> str:
@@ -193,7 +190,7 @@ def _held_out_interval(state: SweepState, best: Candidate | None) -> dict[str, A
     if best is None or state.objective not in VERDICT_METRICS[1:]:
         return None
     run_dir = state.run_dir(best.trials[0])
-    verdict = run_verdict(read_run(run_dir)) if run_dir.is_dir() else None
+    verdict = run_verdict(RunRecord.read(run_dir)) if run_dir.is_dir() else None
     if verdict is None or verdict.low is None:
         return None
     return {
@@ -491,7 +488,7 @@ def _curves(state: SweepState, ranked: Sequence[Candidate]) -> dict[str, Any]:
         run_dir = state.run_dir(candidate.trials[0])
         if not run_dir.is_dir():
             continue
-        records = read_run(run_dir).metrics
+        records = RunRecord.read(run_dir).metrics
         points = [
             (record["step"], record[f"eval/{state.objective}"])
             for record in records

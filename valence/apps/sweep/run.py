@@ -31,9 +31,9 @@ from valence.errors import UserError
 from valence.options import SweepOptions
 from valence.reports.console import Progress
 from valence.reports.formatting import duration, number
-from valence.reports.rundata import RunData, read_run
-from valence.reports.stats import finite
-from valence.storage import checksum, holder, read_json
+from valence.reports.run_record import LOG, RunRecord, read_undamaged_facts
+from valence.statistics import finite
+from valence.storage import checksum, holder
 from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -201,7 +201,7 @@ class SweepRunner:
         place = f"trial {self._place(trial)} of {len(self.state.included)}"
         name = f"{label_of(trial.values)}, seed {trial.seed}"
         print_message(self.console, f"{place}: {name}{self._time_left()}")
-        began, is_resumed = time.monotonic(), (run_dir / "metrics.jsonl").exists()
+        began, is_resumed = time.monotonic(), (run_dir / LOG).exists()
         log = self.state.folder / LOGS / f"{trial.name}.log"
         log.parent.mkdir(exist_ok=True)
         process = _TrialProcess(self._command(trial, run_dir), log)
@@ -292,7 +292,7 @@ class SweepRunner:
 
     def _collect(self, trial: Trial, run_dir: Path) -> None:
         """Put the results of a finished run into its trial."""
-        run = read_run(run_dir)
+        run = RunRecord.read(run_dir)
         values = self._history(run)
         trial.seconds = float(run.facts.get("seconds") or 0.0)
         cache = run.facts.get("reference_cache") or {}
@@ -309,7 +309,7 @@ class SweepRunner:
         if problem := self._other_rows(trial):
             trial.state, trial.reason = "failed", problem
 
-    def _history(self, run: RunData) -> dict[int, float]:
+    def _history(self, run: RunRecord) -> dict[int, float]:
         """The objective at each evaluation of a run. Empty if the last one is not finite."""
         values: dict[int, float] = {}
         is_finite = False
@@ -337,23 +337,23 @@ class SweepRunner:
 
     def _should_stop_by_history(self, trial: Trial, run_dir: Path) -> bool:
         """Whether the evaluations that an interrupted trial has already made stop it."""
-        if not self.options.stop_early or not (run_dir / "metrics.jsonl").exists():
+        if not self.options.stop_early or not (run_dir / LOG).exists():
             return False
-        history = self._history(read_run(run_dir))
+        history = self._history(RunRecord.read(run_dir))
         return any(self._stop_early(trial, step, v, run_dir) for step, v in sorted(history.items()))
 
     def _stop_early(self, trial: Trial, step: int, value: float, run_dir: Path) -> bool:
         """Stop a trial whose objective is worse than the median of the finished trials at the same
         step. The decision is stored before the trial ends, so that it stays the same after a kill.
         """
-        total = _read_facts(run_dir).get("total_steps") or 0
+        total = read_undamaged_facts(run_dir).get("total_steps") or 0
         if not self.options.stop_early or not total * MIN_SHARE <= step < total:
             return False
         for other in self.state.included:
             other_dir = self.state.run_dir(other)
             is_known = other.name in self._histories or not other_dir.is_dir()
             if other.state == "done" and not is_known:
-                self._histories[other.name] = self._history(read_run(other_dir))
+                self._histories[other.name] = self._history(RunRecord.read(other_dir))
         values = [
             history[step]
             for name, history in self._histories.items()
@@ -401,7 +401,7 @@ class SweepRunner:
             time.sleep(POLL_SECONDS)
 
     def _progress(self, trial: Trial, step: int, run_dir: Path) -> Progress:
-        total = _read_facts(run_dir).get("total_steps") or 0
+        total = read_undamaged_facts(run_dir).get("total_steps") or 0
         return Progress(
             self.console,
             f"  trial {self._place(trial)}",
@@ -502,16 +502,7 @@ class _TrialProcess:
         return f"a defect (exit status {status}); see {log}"
 
 
-def _read_facts(run_dir: Path) -> dict[str, Any]:
-    """The content of a run's run.json; empty if there is none."""
-    try:
-        facts = read_json(run_dir / "run.json")
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def _digests(run: RunData) -> dict[str, str]:
+def _digests(run: RunRecord) -> dict[str, str]:
     """Digests of the held-out rows and of the training rows of a run."""
     ids = sorted(str(row.get("id")) for row in (run.last or {}).get("rows", ()))
     train = (run.facts.get("rows") or {}).get("data.train") or {}

@@ -16,7 +16,7 @@ from typing import Any
 from valence.apps.sweep.grid import Grid, ValueRange
 from valence.apps.sweep.state import SweepState, Trial
 from valence.errors import UserError, install_command
-from valence.reports.stats import mean
+from valence.statistics import mean
 from valence.storage import publish
 
 JOURNAL = "optuna.journal"

@@ -19,6 +19,7 @@ from valence.apps.sweep.grid import Configuration, folder_name, key_of
 from valence.config.load import LoadedRecipe
 from valence.errors import UserError
 from valence.files import check_path
+from valence.reports.run_record import FACTS
 from valence.storage import (
     LOCK_FILE,
     Lock,
@@ -269,10 +270,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
             where=f"--out {folder}",
             fix="choose another --out",
         ) from error
-    if "run.json" in names or (names and not names & {STATE_FILE, TRIALS}):
+    if FACTS in names or (names and not names & {STATE_FILE, TRIALS}):
         raise UserError(
             "the folder contains a training run, not a sweep"
-            if "run.json" in names
+            if FACTS in names
             else "the folder contains files that do not belong to a sweep",
             code="folder-not-empty",
             where=f"--out {folder}",

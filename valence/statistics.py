@@ -1,4 +1,7 @@
-"""Statistics of lists of numbers in plain Python, without an array library."""
+"""Statistics of lists of numbers: quantiles, ranks, correlations, intervals.
+
+numpy is imported where it is used, because commands import this module before they read a recipe.
+"""
 
 from __future__ import annotations
 
@@ -30,37 +33,47 @@ def mean(values: Iterable[float]) -> float | None:
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies, interpolated. values: at least one."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+def deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation of two or more values."""
+    middle = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+
+
+def quantile(values: Sequence[float], share: float, *, is_observed: bool = False) -> float:
+    """The value below which this share of the values lies. values: at least one.
+
+    Interpolates between the two nearest values (definition 7 of Hyndman and Fan 1996). is_observed:
+    return the smallest of the values that at least this share does not exceed (definition 1).
+    """
+    import numpy as np
+
+    return float(np.quantile(values, share, method="inverted_cdf" if is_observed else "linear"))
 
 
 def ranks(values: Sequence[float]) -> list[float]:
     """The rank of each value, 0 for the smallest; equal values have the mean of their ranks."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    positions = [0.0] * len(values)
-    first = 0
-    while first < len(order):
-        last = first
-        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
-            last += 1
-        for i in order[first : last + 1]:
-            positions[i] = (first + last) / 2
-        first = last + 1
-    return positions
+    import numpy as np
+
+    numbers = np.asarray(values, dtype=np.float64)
+    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[places].tolist()
+
+
+def pearson(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Linear correlation; None without values, or if one of the two is constant."""
+    import numpy as np
+
+    x, y = (np.asarray(column, dtype=np.float64) for column in (one, other))
+    if not len(x) or any(column.min() == column.max() for column in (x, y)):
+        return None
+    with np.errstate(invalid="ignore"):  # nan for values that are not finite
+        x, y = x - x.mean(), y - y.mean()
+        return float(np.clip(x @ y / (np.linalg.norm(x) * np.linalg.norm(y)), -1, 1))
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Rank correlation; None if one of the two is constant."""
-    a, b = ranks(one), ranks(other)
-    middle = (len(a) - 1) / 2
-    products = math.fsum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    norms = [math.sqrt(math.fsum((x - middle) ** 2 for x in column)) for column in (a, b)]
-    return products / (norms[0] * norms[1]) if all(norms) else None
+    """Rank correlation; None without values, or if one of the two is constant."""
+    return pearson(ranks(one), ranks(other))
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
@@ -77,8 +90,7 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean, from the standard error of two or more independent values."""
     middle = math.fsum(values) / len(values)
-    variance = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)
-    half = Z95 * math.sqrt(variance / len(values))
+    half = Z95 * deviation(values) / math.sqrt(len(values))
     return middle - half, middle + half
 
 
@@ -114,8 +126,7 @@ def student_interval(values: Sequence[float], share: float = 0.95) -> tuple[floa
     them.
     """
     middle = math.fsum(values) / len(values)
-    variance = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1)
-    half = student_quantile(share, len(values) - 1) * math.sqrt(variance / len(values))
+    half = student_quantile(share, len(values) - 1) * deviation(values) / math.sqrt(len(values))
     return middle - half, middle + half
 
 
@@ -197,8 +208,3 @@ def auc_interval(value: float, num_ups: float, num_downs: float) -> tuple[float,
 
 def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
-
-
-def short(value: float) -> float:
-    """At six significant digits, which is more than a chart shows and half the bytes."""
-    return float(f"{value:.6g}")
