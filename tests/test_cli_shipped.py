@@ -36,10 +36,10 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("docs") == 0
     listed = capsys.readouterr().out
-    assert {"tasks/thumbs", "rewards", "losses/thumbs"} <= set(listed.split())
+    assert {"train/methods", "rewards", "losses/thumbs"} <= set(listed.split())
     assert command("docs", "rewards") == 0
     assert capsys.readouterr().out == pages()["rewards"].read_text(encoding="utf-8").rstrip() + "\n"
-    assert page_text("tasks/thumbs.md") == page_text("tasks/thumbs")
+    assert page_text("train/methods.md") == page_text("train/methods")
     check_error(command_error("docs", "reward"), "argument-invalid", fix="use rewards")
 
 
@@ -52,7 +52,7 @@ def test_messages_name_pages_that_exist() -> None:
     assert len(named) > 5
     for name, _ in named:
         page_text(name)
-    assert page_text("thumbs") == page_text("tasks/thumbs")  # what to do, not the losses
+    assert page_text("methods") == page_text("train/methods")
 
 
 def test_the_demo_is_written_once(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ RATES = """\
 
 `train.learning_rate: auto` uses the rate of the method, for all weights or for an adapter (`model.lora`,
 `model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models need
-larger rates: those in [recipes](recipes.md) are for a model with 135 million weights.
+larger rates: those in [recipes](train/methods.md#recipes) are for a model with 135 million weights.
 
 | methods | all weights | source | adapter | source |
 | --- | --- | --- | --- | --- |
@@ -69,8 +69,8 @@ those in bold must be set.
 ROWS = """\
 ## Row formats
 
-`format` takes these names, and those of [feedback tools](tasks/import-feedback.md#tools). Every row may also have `weight` and
-`info`. [Data formats](data.md) shows examples.
+`format` takes these names, and those of [feedback tools](feedback/import.md#tools). Every row may also have `weight` and
+`info`. [Rows](feedback/rows.md) shows examples.
 
 | format | columns | optional columns | kind |
 | --- | --- | --- | --- |

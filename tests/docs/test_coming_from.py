@@ -4,7 +4,6 @@ stated.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -15,7 +14,6 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from examples.demo import assets
-from tests.arch.source import tree
 from tests.docs.blocks import ROOT
 from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
@@ -23,12 +21,11 @@ from valence.config.schema import Recipe, SourceSettings
 from valence.data.format_table import FORMATS
 from valence.data.load import load
 from valence.methods import METHODS, ONLINE
-from valence.reports import diagnostics
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 GUIDES = [
     *PAGES,
-    *(ROOT / "docs" / name for name in ("choosing.md", "curves.md", "security.md", "recipes.md")),
+    *(ROOT / "docs" / name for name in ("train/methods.md", "train/watch.md", "security.md")),
 ]
 CODE = re.compile(r"`([^`]+)`")
 SETTING = re.compile(r"(?P<name>[a-z_]+(?:\.(?:[a-z_0-9]+|N))+)(?::? (?P<value>.+))?")
@@ -131,13 +128,13 @@ def test_every_method_format_and_number_exists(page: Path) -> None:
 
 
 def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
-    for page in GUIDES[len(PAGES) :]:
-        text = page.read_text(encoding="utf-8")
-        links = re.findall(r"\]\((losses/[a-z-]+\.md)#([a-z_]+)\)", text)
+    for guide in GUIDES[len(PAGES) :]:
+        text = guide.read_text(encoding="utf-8")
+        links = re.findall(r"\]\(((?:\.\./)?losses/[a-z-]+\.md)#([a-z_]+)\)", text)
         assert [
-            (page, name)
+            (guide, name)
             for page, name in links
-            if f"\n## {name}\n" not in (ROOT / "docs" / page).read_text(encoding="utf-8")
+            if f"\n## {name}\n" not in (guide.parent / page).read_text(encoding="utf-8")
         ] == []
     message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -145,7 +142,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
     )
     numbers = [
         code
-        for code in CODE.findall((ROOT / "docs/curves.md").read_text(encoding="utf-8"))
+        for code in CODE.findall((ROOT / "docs/train/watch.md").read_text(encoding="utf-8"))
         if re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", code)
     ]
     assert len(numbers) > 20
@@ -154,25 +151,6 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
         for name in numbers
         if f"`{name}`" not in message and f"`{name.removeprefix('eval/')}`" not in message
     ] == []
-
-
-def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
-    calls = (node for node in ast.walk(tree(Path(diagnostics.__file__))))
-    looked_for = {"failed", "tied"} | {
-        node.args[0].value
-        for node in calls
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "Diagnosis"
-        and isinstance(node.args[0], ast.Constant)
-    }
-    assert len(looked_for) > 8
-    messages = [
-        cell.strip("`")
-        for header, rows in tables(ROOT / "docs/curves.md")
-        if "sign" in header
-        for [cell, *_] in rows
-    ]
-    assert sorted(messages) == sorted(looked_for)
 
 
 def _turns(role: str, message: str) -> list[dict[str, str]]:

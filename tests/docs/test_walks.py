@@ -46,10 +46,15 @@ NOT_RUN: dict[str, dict[str, str]] = {
         ),
     },
     "docs/tasks/loop.md": {"*": "`tests/docs/test_loop.py` runs it"},
-    "docs/tasks/one-gpu.md": {
-        "*": "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe"
-    },
     "docs/tasks/serve.md": {"*": "`tests/test_cli_serve_model.py` runs the commands"},
+    "docs/train/models.md": dict.fromkeys(
+        (
+            "valence check qlora.yaml",
+            "valence train qlora.yaml train.max_steps=3 run.dir=runs/measured",
+            "valence train qlora.yaml",
+        ),
+        "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe",
+    ),
     "docs/tasks/collect.md": {"*": "`tests/test_cli_collect.py` runs the command"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
@@ -69,7 +74,7 @@ HOST = (
     "--nproc-per-node 8 -m valence train recipe.yaml"
 )
 ADDED: dict[str, dict[str, str]] = {
-    "docs/resume.md": {
+    "docs/train/runs.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data.eval --allow eval": LONGER,
         "sbatch examples/slurm/train.sbatch recipe.yaml "
@@ -113,7 +118,6 @@ FIRST: dict[str, list[str]] = {
     "docs/getting-started.md": [
         f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
     ],
-    "docs/resume.md": ["mkdir experiments"],
     "docs/tasks/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
     "docs/tasks/chat-tool.md": ["rm feedback.jsonl"],
@@ -175,7 +179,8 @@ def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
 
 def promised_files() -> list[str]:
     """The paths in the table of the run folder."""
-    section = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/train/runs.md").read_text(encoding="utf-8")
+    section = page.partition("\n## The run folder\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
 

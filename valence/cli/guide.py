@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": (SETUP, "valence doctor recipe.yaml"),
     "losses": (SETUP, "valence losses kto"),
     "recipes": (SETUP, "valence recipes online_grpo"),
-    "docs": (SETUP, "valence docs thumbs"),
+    "docs": (SETUP, "valence docs methods"),
 }
 """The panel and the example of each command, in the order of the help."""
 

@@ -57,7 +57,7 @@ WARNINGS = {
     ),
     "another_header": (
         "answers follow another header than the generation prompt: {rows}",
-        "Set data.chat_template_kwargs so that both agree (see `valence docs chat-templates`). "
+        "Set data.chat_template_kwargs so that both agree (see `valence docs models`). "
         "Otherwise the model is trained on other tokens than it is sampled from.",
     ),
     "reasoning_ignored": (
@@ -90,7 +90,7 @@ WARNINGS = {
     "length_bias": (
         "good and bad answers differ in length (mean tokens: {lengths})",
         "If the model should not learn the length, balance the lengths (see `valence docs "
-        "thumbs`).",
+        "methods`).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""
