@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "scale.md"
 ONE_GPU = ROOT / "docs" / "train" / "models.md"
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 EXAMPLE = re.compile(
-    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\\Z)", re.MULTILINE | re.DOTALL
+    r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL
 )
 PARTS = re.compile(r"(\| part \| GB \|\n\| --- \| --- \|\n)(?:\|.*\n)*")
 CHANGE = re.compile(r"^(\| `([^`]+)`.* \|) [\d.]+ \|$", re.MULTILINE)

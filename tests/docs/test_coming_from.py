@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from examples.demo import assets
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import FENCED, ROOT
 from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
 from valence.config.schema import Recipe, SourceSettings
@@ -59,15 +59,19 @@ def column(page: Path, *headers: str) -> list[str]:
     return [code for cell in cells for code in CODE.findall(cell)]
 
 
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
 def named(page: Path) -> list[tuple[str, str | None]]:
     """The settings that a page names in code, each with the value that it gives there.
 
     Their names begin with a section's.
     """
-    text = re.sub(
-        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    ours = (
+        column(page, "Valence", "its settings") if page in PAGES else CODE.findall(prose(page))
     )
-    ours = column(page, "Valence", "its settings") if page in PAGES else CODE.findall(text)
     results = [SETTING.fullmatch(code) for code in ours]
     return [
         (m["name"], m["value"])
@@ -142,7 +146,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
     )
     numbers = [
         code
-        for code in CODE.findall((ROOT / "docs/train/watch.md").read_text(encoding="utf-8"))
+        for code in CODE.findall(prose(ROOT / "docs/train/watch.md"))
         if re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", code)
     ]
     assert len(numbers) > 20
