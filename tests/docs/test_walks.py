@@ -121,6 +121,7 @@ FIRST: dict[str, list[str]] = {
     "docs/tasks/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/tasks/import-feedback.md": ["rm feedback.jsonl"],
     "docs/tasks/chat-tool.md": ["rm feedback.jsonl"],
+    "docs/train/watch.md": [f"valence train recipe.yaml {FEW}"],
 }
 """By page: commands before it, which make what the page speaks of."""
 
