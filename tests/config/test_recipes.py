@@ -107,7 +107,7 @@ def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
     assert result.shape.parameters == SHAPES[model.name][2]
     assert result.split == split
     assert result.micro_batch_tokens == tokens  # what the recipe says, or what it would find
-    assert gigabytes(result, tokens) == pytest.approx(predicted, abs=0.1)  # as in docs/train/methods.md
+    assert gigabytes(result, tokens) == pytest.approx(predicted, abs=0.1)  # as in the guide
     assert predicted < 0.8 * HBM / 1e9
 
 

@@ -69,9 +69,7 @@ def named(page: Path) -> list[tuple[str, str | None]]:
 
     Their names begin with a section's.
     """
-    ours = (
-        column(page, "Valence", "its settings") if page in PAGES else CODE.findall(prose(page))
-    )
+    ours = column(page, "Valence", "its settings") if page in PAGES else CODE.findall(prose(page))
     results = [SETTING.fullmatch(code) for code in ours]
     return [
         (m["name"], m["value"])
