@@ -71,7 +71,7 @@ share something large.
 LONG = (
     "docs/scale.md",
     "README.md",
-    "docs/resume.md",
+    "docs/train/runs.md",
     "test_trackers.py",
     "test_crash.py",
     "test_faults.py",

@@ -44,7 +44,7 @@ def test_recipes_are_listed_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 def test_pages_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("docs") == 0
     listed = capsys.readouterr().out
-    assert {"tasks/thumbs", "online/rewards", "losses/thumbs"} <= set(listed.split())
+    assert {"train/methods", "online/rewards", "losses/thumbs"} <= set(listed.split())
     assert command("docs", "rewards") == 0
     page = pages()["online/rewards"].read_text(encoding="utf-8")
     assert capsys.readouterr().out == page.rstrip() + "\n"

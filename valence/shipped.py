@@ -68,7 +68,7 @@ def write_demo(folder: Path) -> Path:
 
 
 def pages() -> dict[str, Path]:
-    """Name -> file of each page of the documentation, such as ``tasks/thumbs``."""
+    """Name -> file of each page of the documentation, such as ``train/methods``."""
     folder = shipped_folder("docs")
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path

@@ -21,32 +21,8 @@ FOLDER = ROOT / "docs" / "losses"
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it,
-and what its training curves look like. `valence docs NAME` prints the same information in a terminal. To choose a method step by step, read
-[Choosing a method](../choosing.md).
-
-## Which loss
-
-| your data | start with | alternatives |
-| --- | --- | --- |
-| completions rated up or down | @kto | @bco if ratings are reliable, @apo_zero_unpaired to save time |
-| pairs of a better and a worse completion | @dpo | @ipo or @hinge if it overfits |
-| pairs, some labelled the wrong way round | @dpo with @label_smoothing | @robust_dpo; a probability per row in the column `soft` |
-| pairs of completions with different lengths | @dpo_norm | @simpo; dpo with @ld_alpha |
-| pairs, and dpo made good completions unlikely | @dpo with @nll_weight | @nca or @apo_zero; @dpop if the completions of a pair are nearly identical |
-| pairs with chosen completions that are worse than those of the model | @apo_down | |
-| pairs that another model sampled | @dpo with @wpo | |
-| pairs that the policy samples again in every round | @sppo | @dpo |
-| pairs, and no memory or time for a reference | @simpo | @cpo, @slic |
-| pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen completions, then @dpo |
-| several scored completions per prompt | @grpo | @ppo if scores are comparable across prompts; @dpo with `data.convert` |
-| prompts and a reward | @grpo | @rloo or @reinforce_pp for a KL penalty in the reward; @ppo for a value head |
-| prompts and a reward, with long completions | @dapo | @dr_grpo if they become too long; @gspo, @cispo |
-| completions to imitate | @sft | @dft to forget less |
-| pairs, to train a reward model | @bradley_terry | |
-| thumbs, scores or stars, to train a reward model | @pointwise | @ordinal for stars |
-
-[`data.convert`](../settings.md) turns rows of one kind into rows of another kind.
+Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it, and what
+its training curves look like. `valence docs NAME` prints the same in a terminal. [Choose a method](../train/methods.md) helps you to choose.
 
 ## Notation
 
@@ -115,8 +91,7 @@ Modifiers are settings of the `loss` section. They change the log-probabilities 
 Each loss lists the modifiers that it supports; all others are errors.
 [Notation](index.md#notation) defines the symbols.
 
-You can combine modifiers. They apply in this order
-([why](../../dev/decisions/0015-modifiers-outside-the-loss-functions.md)):
+You can combine modifiers. They apply in this order:
 
 1. @humanline and @ld_alpha clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.

@@ -1,4 +1,4 @@
-"""``python -m tests.docs.scale`` writes the tables into docs/scale.md and docs/tasks/one-gpu.md."""
+"""``python -m tests.docs.scale`` writes the tables into docs/scale.md and docs/train/models.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.large_models import plan_large, use_gpus
 from valence.training.plan import Plan
 
 PAGE = ROOT / "docs" / "scale.md"
-ONE_GPU = ROOT / "docs" / "tasks" / "one-gpu.md"
+ONE_GPU = ROOT / "docs" / "train" / "models.md"
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 EXAMPLE = re.compile(
     r"^### [^\n]*(one|\d) GPUs? with (\d+) GB\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL

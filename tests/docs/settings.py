@@ -50,7 +50,7 @@ RATES = """\
 
 `train.learning_rate: auto` uses the rate of the method, for all weights or for an adapter (`model.lora`,
 `model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models need
-larger rates: those in [recipes](recipes.md) are for a model with 135 million weights.
+larger rates: those in [recipes](train/methods.md#recipes) are for a model with 135 million weights.
 
 | methods | all weights | source | adapter | source |
 | --- | --- | --- | --- | --- |

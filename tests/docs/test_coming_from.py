@@ -4,7 +4,6 @@ stated.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -15,20 +14,18 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from examples.demo import assets
-from tests.arch.source import tree
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import FENCED, ROOT
 from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
 from valence.config.schema import Recipe, SourceSettings
 from valence.data.format_table import FORMATS
 from valence.data.load import load
 from valence.methods import METHODS, ONLINE
-from valence.reports import diagnostics
 
 PAGE = ROOT / "docs" / "coming-from.md"
 GUIDES = [
     PAGE,
-    *(ROOT / "docs" / name for name in ("choosing.md", "curves.md", "security.md", "recipes.md")),
+    *(ROOT / "docs" / name for name in ("train/methods.md", "train/watch.md", "security.md")),
 ]
 CODE = re.compile(r"`([^`]+)`")
 SETTING = re.compile(r"(?P<name>[a-z_]+(?:\.(?:[a-z_0-9]+|N))+)(?::? (?P<value>.+))?")
@@ -62,15 +59,17 @@ def column(page: Path, *headers: str) -> list[str]:
     return [code for cell in cells for code in CODE.findall(cell)]
 
 
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
 def named(page: Path) -> list[tuple[str, str | None]]:
     """The settings that a page names in code, each with the value that it gives there.
 
     Their names begin with a section's.
     """
-    text = re.sub(
-        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
-    ours = column(page, "Valence", "its settings") if page == PAGE else CODE.findall(text)
+    ours = column(page, "Valence", "its settings") if page == PAGE else CODE.findall(prose(page))
     results = [SETTING.fullmatch(code) for code in ours]
     return [
         (m["name"], m["value"])
@@ -130,13 +129,13 @@ def test_every_method_format_and_number_exists() -> None:
 
 
 def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
-    for page in GUIDES[1:]:
-        text = page.read_text(encoding="utf-8")
-        links = re.findall(r"\]\((losses/[a-z-]+\.md)#([a-z_]+)\)", text)
+    for guide in GUIDES[1:]:
+        text = guide.read_text(encoding="utf-8")
+        links = re.findall(r"\]\(((?:\.\./)?losses/[a-z-]+\.md)#([a-z_]+)\)", text)
         assert [
-            (page, name)
+            (guide, name)
             for page, name in links
-            if f"\n## {name}\n" not in (ROOT / "docs" / page).read_text(encoding="utf-8")
+            if f"\n## {name}\n" not in (guide.parent / page).read_text(encoding="utf-8")
         ] == []
     message = "".join(
         (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -144,7 +143,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
     )
     numbers = [
         code
-        for code in CODE.findall((ROOT / "docs/curves.md").read_text(encoding="utf-8"))
+        for code in CODE.findall(prose(ROOT / "docs/train/watch.md"))
         if re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", code)
     ]
     assert len(numbers) > 20
@@ -153,25 +152,6 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
         for name in numbers
         if f"`{name}`" not in message and f"`{name.removeprefix('eval/')}`" not in message
     ] == []
-
-
-def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
-    calls = (node for node in ast.walk(tree(Path(diagnostics.__file__))))
-    looked_for = {"failed", "tied"} | {
-        node.args[0].value
-        for node in calls
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "Diagnosis"
-        and isinstance(node.args[0], ast.Constant)
-    }
-    assert len(looked_for) > 8
-    messages = [
-        cell.strip("`")
-        for header, rows in tables(ROOT / "docs/curves.md")
-        if "sign" in header
-        for [cell, *_] in rows
-    ]
-    assert sorted(messages) == sorted(looked_for)
 
 
 def _turns(role: str, message: str) -> list[dict[str, str]]:

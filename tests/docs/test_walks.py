@@ -45,9 +45,14 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "test_cli_collect.py` runs the command",
     },
     "docs/start.md": {"*": "`tests/docs/test_loop.py` runs it"},
-    "docs/tasks/one-gpu.md": {
-        "*": "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe"
-    },
+    "docs/train/models.md": dict.fromkeys(
+        (
+            "valence check qlora.yaml",
+            "valence train qlora.yaml train.max_steps=3 run.dir=runs/measured",
+            "valence train qlora.yaml",
+        ),
+        "it needs a GPU and a data set of the hub; `tests/docs/test_scale.py` plans its recipe",
+    ),
     "dev/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
 """By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *:
@@ -75,7 +80,7 @@ ADDED: dict[str, dict[str, str]] = {
         "train.max_steps=1 data.limit=8",
         "valence train recipe.yaml loss.beta=0.3 run.dir=runs/second": FEW,
     },
-    "docs/resume.md": {
+    "docs/train/runs.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data.eval --allow eval": LONGER,
         "sbatch examples/slurm/train.sbatch recipe.yaml "
@@ -104,8 +109,8 @@ run longer, or for speed.
 
 FIRST: dict[str, list[str]] = {
     "docs/compare.md": [f"valence train recipe.yaml {FEW}"],
-    "docs/resume.md": ["mkdir experiments"],
     "docs/feedback/import.md": ["rm feedback.jsonl"],
+    "docs/train/watch.md": [f"valence train recipe.yaml {FEW}"],
 }
 """By page: commands before it, which make what the page speaks of."""
 
@@ -158,7 +163,8 @@ def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
 
 def promised_files() -> list[str]:
     """The paths in the table of the run folder."""
-    section = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/train/runs.md").read_text(encoding="utf-8")
+    section = page.partition("\n## The run folder\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
 

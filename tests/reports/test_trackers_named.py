@@ -106,7 +106,7 @@ def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(
 def test_the_example_in_the_guide_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
+    (block,) = blocks((ROOT / "docs/train/watch.md").read_text(encoding="utf-8"), "python")
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()
     model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)

@@ -112,10 +112,10 @@ def test_ranges(recipe: Path) -> None:
 
 
 def test_the_page_shows_the_recommended_grids() -> None:
-    page = (ROOT / "docs/tasks/sweep.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/train/runs.md").read_text(encoding="utf-8")
     rows = [
         f"| {', '.join(f'`{name}`' for name in grid.methods)} | `{setting}` | "
-        f"{', '.join(f'{value:g}' for value in values)} | {grid.source} |"
+        f"{', '.join(f'{value:g}' for value in values)} |"
         for grid in RECOMMENDED_GRIDS
         for setting, values in grid.settings.items()
     ]

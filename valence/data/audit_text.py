@@ -57,7 +57,7 @@ WARNINGS = {
     ),
     "another_header": (
         "answers follow another header than the generation prompt: {rows}",
-        "Set data.chat_template_kwargs so that both agree (see `valence docs chat-templates`). "
+        "Set data.chat_template_kwargs so that both agree (see `valence docs models`). "
         "Otherwise the model is trained on other tokens than it is sampled from.",
     ),
     "reasoning_ignored": (
