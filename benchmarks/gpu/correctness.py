@@ -335,7 +335,7 @@ def compare_head(
     target = torch.randint(0, shape.vocabulary, (rows,), device=device)
     grad = torch.randn(rows, device=device)
     head = head_of(backend, weight)
-    if reason := HEAD_BACKENDS[backend].unsupported(head, hidden, False):
+    if reason := HEAD_BACKENDS[backend].unsupported(head, hidden):
         raise RuntimeError(reason)
     logps = head(hidden, target)[0]
     logps.backward(grad.to(logps.dtype))

@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("bitsandbytes",),
         "4-bit weights and 8-bit optimizer state (model.quantize, train.optimizer: adamw_8bit)",
     ),
-    "liger": (("liger_kernel",), "the head backend liger (VALENCE_HEAD=liger)"),
     "serve": (
         ("fastapi", "uvicorn", "prometheus_client"),
         "`valence serve`, `valence collect`, `valence audit --review` and `valence serve-reward`",

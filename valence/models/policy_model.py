@@ -332,7 +332,7 @@ class PolicyModel(nn.Module):
                 temperature=self.temperature,
                 backend=self.requested_head_backend,
             )
-            self.head_backend = choose_head_backend(head, hidden.states, "entropy" in want)
+            self.head_backend = choose_head_backend(head, hidden.states)
             critic = self.critic if "value" in want else None
             critic_hidden = (
                 hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
