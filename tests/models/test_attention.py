@@ -418,12 +418,8 @@ def test_every_query_attends_to_itself_and_columns_have_32_bits(
 
 
 def test_options_of_the_kernels() -> None:
-    assert flex.kernel_options("flex", 256, 512) == {"ROWS_GUARANTEED_SAFE": True}
-    dynamic = {"ROWS_GUARANTEED_SAFE": True, "IS_DIVISIBLE": True}
-    assert flex.kernel_options("flex_dynamic", 256, 512) == dynamic
-    for sizes in ((256, 500), (200, 512)):  # a model may have fewer positions than padded rows
-        assert flex.kernel_options("flex_dynamic", *sizes) == {"ROWS_GUARANTEED_SAFE": True}
-    small = flex.kernel_options("flex_small", 256, 512)
+    assert flex.kernel_options("flex") == {"ROWS_GUARANTEED_SAFE": True}
+    small = flex.kernel_options("flex_small")
     tiles = {name: size for name, size in small.items() if "BLOCK" in name}
     assert all(BLOCK % size == 0 and size >= 16 for size in tiles.values())
     # what the templates of PyTorch's backward kernel assert
@@ -431,9 +427,8 @@ def test_options_of_the_kernels() -> None:
     assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
 
 
-@pytest.mark.parametrize(("variant", "programs"), [("flex", 6), ("flex_dynamic", 2)])
-def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
-    variant: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+def test_each_size_has_a_program_and_no_number_is_its_input(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler's first stage, which runs without a GPU. A scale or soft-cap that becomes an
     input of the program would be read from the host.
@@ -452,15 +447,13 @@ def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
         for rows in (256, 384, 512, 640, 1024, 1152):
             segments = [(0, rows // 2, -1), (rows // 2, rows - 30, 0), (rows - 30, rows, 0)]
             q, k, v = (x.detach() for x in heads(rows, d=16, d_v=16, dtype=torch.float32))
-            visible = Visible(
-                segments_of(segment_table(segments)), (0, 5), torch.device("cpu"), variant
-            )
+            visible = Visible(segments_of(segment_table(segments)), (0, 5), torch.device("cpu"))
             with torch.no_grad():
                 visible.run_compiled(q, k, v, SCALE, 5, 20.0)
     finally:
         flex._compiled.cache_clear()
         torch.compiler.reset()
-    assert len(graphs) == programs
+    assert len(graphs) == 6
     inputs = {
         node.name for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
     }

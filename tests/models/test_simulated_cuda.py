@@ -86,10 +86,9 @@ class TritonError(Exception):
 
 ERRORS = {
     "flex": CalledProcessError(1, "gcc"),
-    "flex_small": RuntimeError("out of resource: shared memory"),
-    "flex_dynamic": TritonError("out of resource: shared memory"),
+    "flex_small": TritonError("out of resource: shared memory"),
 }
-"""Of a missing header for Triton's launcher, of PyTorch's compiler, and of Triton."""
+"""Of a missing header for Triton's launcher, and of Triton."""
 
 
 def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None:
@@ -156,17 +155,17 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
 
 
 def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VALENCE_ATTENTION", "flex_dynamic")
+    monkeypatch.setenv("VALENCE_ATTENTION", "flex_small")
     with simulated_device():
         engine, _ = built("llama", "off", PATTERNS[0], CUDA)
-        assert engine.attention_backend == "flex_dynamic"
+        assert engine.attention_backend == "flex_small"
         with monkeypatch.context() as patch:
-            break_backends(patch, ("flex_dynamic",))
+            break_backends(patch, ("flex_small",))
             with raises_error("packing-fails", where="VALENCE_ATTENTION"):
                 built("llama", "off", PATTERNS[0], CUDA)
     with raises_error("attention-backend-unsupported", where="VALENCE_ATTENTION"):
         built("llama", "off", PATTERNS[0], HOST)
-    monkeypatch.setenv("VALENCE_ATTENTION", "flax")
+    monkeypatch.setenv("VALENCE_ATTENTION", "flex_dynamic")
     with raises_error("environment-variable-invalid", where="VALENCE_ATTENTION", fix="sdpa"):
         built("llama", "off", PATTERNS[0], HOST)
 

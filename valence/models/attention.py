@@ -348,7 +348,6 @@ ATTENTION_BACKENDS = {
     "products": AttentionBackend(_products_unsupported, partial(_by_operator, backend="products")),
     "flex": AttentionBackend(_flex_unsupported, _by_flex),
     "flex_small": AttentionBackend(_flex_unsupported, _by_flex),
-    "flex_dynamic": AttentionBackend(_flex_unsupported, _by_flex),
     "flash": AttentionBackend(_flash_unsupported, _by_flash),
     "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
 }
@@ -358,7 +357,7 @@ elsewhere. The variants of flex are those of ``flex.FlexVariant``.
 """
 AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "flash", "sdpa")
 """The first one that computes what the model's own attention does is used."""
-REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "flash", "sdpa", "one_by_one")
+REQUESTABLE = ("flex", "flex_small", "flash", "sdpa", "one_by_one")
 """Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.
 """
 

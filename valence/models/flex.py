@@ -30,8 +30,8 @@ SMALL_TILES = {
 """Kernel options for devices with less shared memory than PyTorch's defaults need. The backward
 pass has PyTorch's own tiles for float32, its smallest.
 """
-FlexVariant = Literal["flex", "flex_small", "flex_dynamic"]
-"""PyTorch's default tiles and a program for each size; small tiles; a program for all sizes."""
+FlexVariant = Literal["flex", "flex_small"]
+"""PyTorch's default tiles; small tiles."""
 
 
 def is_flex(backend: str) -> TypeGuard[FlexVariant]:
@@ -71,15 +71,10 @@ class Visible:
     ) -> Tensor:
         """The same, compiled."""
         raise_recompile_limits()
-        with (
-            # Compiled layers keep less for their backward pass (see ``compiling``), which would
-            # compute attention twice.
-            torch._functorch.config.patch(activation_memory_budget=1.0),
-            # With dynamic sizes, the scale would be a tensor of the host otherwise.
-            torch._dynamo.config.patch(specialize_float=True),
-        ):
-            compiled = _compiled(self.variant == "flex_dynamic")
-            return compiled(q, k, v, **self._options(q, k, scale, window, softcap))
+        # Compiled layers keep less for their backward pass (see ``compiling``), which would compute
+        # attention twice.
+        with torch._functorch.config.patch(activation_memory_budget=1.0):
+            return _compiled()(q, k, v, **self._options(q, k, scale, window, softcap))
 
     def _options(
         self, q: Tensor, k: Tensor, scale: float, window: int, softcap: float
@@ -92,7 +87,7 @@ class Visible:
             "block_mask": self.masks[window],
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
-            "kernel_options": kernel_options(self.variant, q.shape[2], k.shape[2]),
+            "kernel_options": kernel_options(self.variant),
         }
 
 
@@ -117,30 +112,25 @@ def visible(
     return _visible(segments_of(prefix_tree), windows, device, variant)
 
 
-def kernel_options(variant: FlexVariant, queries: int, keys: int) -> dict[str, Any]:
-    """Return the options of FlexAttention's kernels for these numbers of rows.
+def kernel_options(variant: FlexVariant) -> dict[str, Any]:
+    """Return the options of FlexAttention's kernels.
 
-    Every query attends at least to itself, so that no row of scores is empty. A program for all
-    sizes cannot know whether they are multiples of its blocks; those of ``padded_size`` are.
+    Every query attends at least to itself, so that no row of scores is empty.
     """
     options: dict[str, Any] = {"ROWS_GUARANTEED_SAFE": True}
     if variant == "flex_small":
         options |= SMALL_TILES
-    if variant == "flex_dynamic" and queries % BLOCK == keys % BLOCK == 0:
-        options["IS_DIVISIBLE"] = True
     return options
 
 
 @cache
-def _compiled(is_dynamic: bool) -> Any:
-    """Return FlexAttention with one compiled program for each size, or for all sizes.
+def _compiled() -> Any:
+    """Return FlexAttention with one compiled program for each size.
 
     fullgraph: beyond its limit of programs the compiler would otherwise silently compute attention
     without a kernel, with all scores in memory at once.
     """
-    return torch.compile(
-        flex_attention, dynamic=is_dynamic, fullgraph=True, options=compiler_options()
-    )
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, options=compiler_options())
 
 
 def compiler_options() -> dict[str, Any] | None:
