@@ -50,7 +50,7 @@ GROUPED_SMALL = replace(
 )
 """For the simulated device."""
 PROMPT_TOKENS, NUM_COMPLETIONS = 400, 8
-BACKENDS = ("flex", "flex_small", "flash", "sdpa")
+BACKENDS = ("flex", "flash", "sdpa")
 STEPS = {
     "kto": Case("kto check", "kto", prompts=8),
     "dpo": Case("dpo check", "dpo", prompts=4, answers=2),

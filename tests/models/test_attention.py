@@ -417,16 +417,6 @@ def test_every_query_attends_to_itself_and_columns_have_32_bits(
     assert {column.dtype for column in tensors} == {torch.int32}
 
 
-def test_options_of_the_kernels() -> None:
-    assert flex.kernel_options("flex") == {"ROWS_GUARANTEED_SAFE": True}
-    small = flex.kernel_options("flex_small")
-    tiles = {name: size for name, size in small.items() if "BLOCK" in name}
-    assert all(BLOCK % size == 0 and size >= 16 for size in tiles.values())
-    # what the templates of PyTorch's backward kernel assert
-    assert tiles["bwd_BLOCK_N1"] % tiles["bwd_BLOCK_M1"] == 0
-    assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
-
-
 def test_each_size_has_a_program_and_no_number_is_its_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

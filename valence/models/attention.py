@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from valence.errors import UserError
 from valence.models import native
 from valence.models.context import TokenShard
-from valence.models.flex import Visible, is_flex, visible
+from valence.models.flex import Visible, visible
 from valence.models.layout import (
     Block,
     PackedRuns,
@@ -347,17 +347,16 @@ ATTENTION_BACKENDS = {
     "cpu": AttentionBackend(native.attention_unsupported, partial(_by_operator, backend="cpu")),
     "products": AttentionBackend(_products_unsupported, partial(_by_operator, backend="products")),
     "flex": AttentionBackend(_flex_unsupported, _by_flex),
-    "flex_small": AttentionBackend(_flex_unsupported, _by_flex),
     "flash": AttentionBackend(_flash_unsupported, _by_flash),
     "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
 }
 """``check_layout`` chooses on CUDA, from ``attention_candidates``. ``prefix_tree_attention`` runs
 FlexAttention for block masks, FlashAttention for packed runs, cpu or products on a CPU, and sdpa
-elsewhere. The variants of flex are those of ``flex.FlexVariant``.
+elsewhere.
 """
-AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "flash", "sdpa")
+AUTOMATIC_CUDA_BACKENDS = ("flex", "flash", "sdpa")
 """The first one that computes what the model's own attention does is used."""
-REQUESTABLE = ("flex", "flex_small", "flash", "sdpa", "one_by_one")
+REQUESTABLE = (*AUTOMATIC_CUDA_BACKENDS, "one_by_one")
 """Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.
 """
 
@@ -368,8 +367,8 @@ def layout_inputs(
     """Return the arguments of the model's forward that a backend needs besides the segment table,
     to be shared by all layers. windows: those of the layers, 0 for none.
     """
-    if is_flex(backend):
-        return {"visible": visible(prefix_tree, windows, device, backend)}
+    if backend == "flex":
+        return {"visible": visible(prefix_tree, windows, device)}
     if backend == "flash":
         return {"runs": packed_runs(segments_of(prefix_tree), device)}
     return {}
