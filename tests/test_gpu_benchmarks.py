@@ -201,10 +201,10 @@ def test_attention_that_forgets_a_key_or_a_block_is_found(
         key[:, :, rows] = value[:, :, rows] = 0
         return right(query, key, value, layout)
 
-    right, limits = attention._by_sdpa, PACKED_LIMITS[dtype]
+    right, limits = attention.attend_by_sdpa, PACKED_LIMITS[dtype]
     with simulated_device():
         expected = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
-        monkeypatch.setattr(attention, "_by_sdpa", forgets)
+        monkeypatch.setattr(attention, "attend_by_sdpa", forgets)
         figures = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
     assert all(expected[name] <= limit for name, limit in limits.items())
     assert figures["logp_rms"] > limits["logp_rms"]

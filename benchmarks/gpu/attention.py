@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.steps import median_seconds, release_memory, synchronize
-from valence.models.attention import ATTENTION_BACKENDS, Layout
+from valence.models.attention import Layout, attend_by_flash
 from valence.models.flex import Visible
 from valence.models.layout import packed_runs, segment_table, segments_of
 
@@ -152,7 +152,7 @@ def _passes(
         call = partial(Visible(segments, (0,), device), q, k, v, scale, 0, 0.0)
     elif backend == "flash":
         layout = Layout(table, None, scale, runs=packed_runs(segments, device))
-        call = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
+        call = partial(attend_by_flash, q, k, v, layout)
     else:
         call = partial(_separate_documents, q, k, v, case)
     grad = torch.ones_like(q)

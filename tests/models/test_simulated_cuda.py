@@ -101,7 +101,7 @@ def break_backends(
     patch.setattr(Visible, "__call__", run_flex)
     patch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
     if "sdpa" in backends:
-        patch.setattr(attention, "_by_sdpa", lambda *_: 1 / 0)
+        patch.setattr(attention, "attend_by_sdpa", lambda *_: 1 / 0)
 
 
 @pytest.mark.parametrize("error", [None, *ERRORS.values()], ids=["no error", *ERRORS])

@@ -140,9 +140,7 @@ class PolicyModel(nn.Module):
     head_backend: str | None
     """Name of the backend that computed the head most recently (``head.HEAD_BACKENDS``)."""
     attention_backend: str
-    """Name of the backend of packed attention (``attention.ATTENTION_BACKENDS``); "auto": chosen by
-    each call.
-    """
+    """Name of the backend of packed attention (see ``attention.attention_candidates``)."""
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
