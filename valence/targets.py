@@ -19,8 +19,8 @@ from valence.data.load import fitting_mapping
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.methods import Method
+from valence.models.dtypes import automatic_dtype
 from valence.models.loading import loading
-from valence.models.speed import automatic_dtype
 from valence.reports.runs import config_of
 from valence.storage import read_json, read_object
 from valence.user_code.load import is_import_path
