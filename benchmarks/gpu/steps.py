@@ -31,7 +31,7 @@ from valence.models.gradients import clear
 from valence.models.head import Head
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 from valence.training.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 
@@ -281,7 +281,7 @@ def _measure(case: Case, variant: Variant, device: torch.device, step: Step) -> 
         peak = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
     work = work_of(case, units)
-    shape = shape_of(skeleton_of(policy.causal), lora=Lora() if variant.lora else None)
+    shape = shape_of(policy.causal)
     memory = predict(
         shape,
         width=2,

@@ -13,12 +13,10 @@ from valence.models.shape import Shape
 SHAPE = Shape(
     parameters=1000,
     trained=1000,
-    linear=800,
     layers=4,
     hidden=8,
-    inner=16,
-    heads=8,
     vocabulary=10,
+    operands=96,
     largest=200,
     outside=200,
 )

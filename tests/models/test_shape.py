@@ -13,7 +13,7 @@ import torch
 from tests.errors import raises_error
 from tests.tiny_models import tiny
 from valence.models.build import build_policy, load_model
-from valence.models.shape import Shape, shape_of, skeleton, skeleton_of
+from valence.models.shape import Shape, shape_of, skeleton
 
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 
@@ -76,12 +76,23 @@ def test_a_folder_without_a_model_is_a_mistake_that_names_it(
         assert str(tmp_path) in raised.error.message
 
 
+def test_matrices_are_counted_by_what_they_read_and_write() -> None:
+    """Two layers of 4 heads that share 2 keys of size 8."""
+    result = shape_of(tiny("llama"))
+    hidden, keys, inner = 32, 16, tiny("llama").config.intermediate_size
+    layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    assert (result.keys, result.operands) == (keys, 2 * layer)
+    assert result.matrix == hidden * inner
+
+
 def test_experts_count_as_often_as_a_token_is_sent_to_one() -> None:
-    few, many = (
-        shape_of(skeleton_of(tiny("qwen3_moe", num_experts=n, num_experts_per_tok=2)))
-        for n in (4, 8)
-    )
-    routers = few.layers * few.hidden * 4
-    assert many.linear == few.linear + routers
+    few, many = (shape_of(tiny("qwen3_moe", num_experts=n, num_experts_per_tok=2)) for n in (4, 8))
+    assert many.operands == few.operands + few.layers * 4  # outputs of the routers
     assert many.parameters > 1.4 * few.parameters
-    assert few.inner == 2 * 16
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_loaded_policy_has_the_counts_of_its_plan(lora: Any, tmp_path: Path) -> None:
+    name = saved(tmp_path, "llama")
+    engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=lora)
+    assert shape_of(engine.causal, lora=lora) == shape(name, lora=lora)

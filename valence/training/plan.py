@@ -25,7 +25,7 @@ from valence.models.compiling import why_not
 from valence.models.dtypes import slow_dtype
 from valence.models.memory import Memory, Split, free_memory
 from valence.models.policy_model import PolicyModel
-from valence.models.shape import Shape, shape_of
+from valence.models.shape import Shape
 from valence.rollouts.servers import Placement
 from valence.training.memory import (
     MARGIN,
@@ -36,12 +36,13 @@ from valence.training.memory import (
     choose_checkpointing,
     choose_split,
     fits_on_one_device,
-    layers_of,
     memory_of,
     min_free_memory,
     num_shards,
     plan_server,
     server_share,
+    shape_of_run,
+    skeleton_of_recipe,
 )
 from valence.training.optim import optimizer_class
 from valence.training.prepare import Prepared
@@ -135,15 +136,14 @@ def make_plan(
     does not support checkpointing or the split.
     """
     group = group or SingleProcess()
-    recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
+    recipe, device = prepared.recipe, best_device()
     with prepared.source.placing():
         check_offload(recipe, device)
-        bare = layers_of(prepared, model)
-        check_vocabulary(bare, prepared.tokenizer)
-        check_tensor_parallel(bare, recipe.parallel.tensor)
-        shape = shape_of(
-            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
-        )
+        skeleton = skeleton_of_recipe(prepared) if model is None else model
+        if checkpointing is None:
+            check_vocabulary(skeleton, prepared.tokenizer)
+            check_tensor_parallel(skeleton, recipe.parallel.tensor)
+        shape = shape_of_run(prepared, skeleton)
         free = min_free_memory(free_memory(device), device, group)
         split = choose_split(
             recipe,
@@ -160,7 +160,8 @@ def make_plan(
         mode = checkpointing or choose_checkpointing(
             prepared, shape, device, split, free, group.size
         )
-        recompute_layers(bare, mode, device)
+        if model is None:
+            recompute_layers(skeleton, mode, device)
         memory = memory_of(
             prepared,
             shape,
@@ -229,9 +230,7 @@ def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int
     server = plan_server(recipe, device, processes)
     if server is None:
         return None
-    spec = recipe.model
-    bare = layers_of(prepared, policy.causal)
-    shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+    shape = shape_of_run(prepared, policy.causal)
     ways = num_shards(recipe, processes) if policy.is_sharded else 1
     parallel = recipe.parallel
     split = Split(ways, parallel.tensor, context=parallel.context)
