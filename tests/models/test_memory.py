@@ -74,9 +74,8 @@ def test_matrices_may_have_a_separate_optimizer() -> None:
 
 def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
     modes = ("off", "selective", "full", "offloaded")
-    results = [
-        predicted(replace(SHAPE, layers=8), checkpointing=options).per_token for options in modes
-    ]
+    deep = replace(SHAPE, layers=8, operands=4 * SHAPE.operands)
+    results = [predicted(deep, checkpointing=options).per_token for options in modes]
     assert results == sorted(results, reverse=True)
     assert results[2] < 0.3 * results[0]
 

@@ -141,9 +141,9 @@ def predict(
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
     copies = width if width < stream else 0
     parameters, trained = shape.parameters // split.tensor, shape.trained // split.tensor
-    # Half of them have the size of the residual stream, which is not divided.
-    operands = SAVED * shape.operands * (1 + 1 / split.tensor) / 2
-    saved = operands * (COMPILED * width if compiled else (stream + width) / 2)
+    # About half of them are vectors of the residual stream, in its dtype and not divided.
+    widths = 2 * COMPILED * width if compiled else stream + width / split.tensor
+    saved = SAVED * shape.operands / 2 * widths
     saved += shape.adapted * masters if width == masters else 0  # an adapter widens its input
     saved += 2 * shape.scaled * width  # DoRA saves the layer's and the adapter's output
     stored = int((parameters - shape.quantized) * stream + shape.quantized * BYTES)
