@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 PROGRAM = 400_000_000  # bytes of Python and its libraries; a CUDA context takes about as much
 NCCL_BUFFERS = 1_500_000_000  # bytes of a process that communicates: 1 to 2 GB
 SAVED = 1.4
-"""Numbers that a layer saves for the backward pass, per number that its matrices read and write."""
+"""Numbers that a layer saves for the backward pass, per number that its matrices read and write.
+
+Measured on a CPU: 1.0 to 1.4 for Llama, Qwen3, Gemma 2 and Phi-3, 1.3 to 1.8 for GPT-2, 0.6 for
+OPT, 1.3 to 1.6 for the experts of Qwen3.
+"""
 COMPILED = 0.55  # fraction of them that a compiled layer saves, all in the dtype of its products
 RECOMPUTED = {"off": 0.0, "selective": 0.5, "selective_op": 1.0, "full": 1.0, "offloaded": 1.0}
 """Fraction of the layers that run again, with selective_op without their products."""
