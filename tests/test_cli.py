@@ -227,7 +227,7 @@ def test_check_prints_the_audit_first(place: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     places = [
         shown.index(item)
-        for item in ("data.train ", "data.eval ", "train.learning_rate", "steps:", "time:")
+        for item in ("data.train ", "data.eval ", "train.learning_rate", "steps:", "memory:")
     ]
     assert places == sorted(places)
     assert f"10 {plural('judgement')}" in shown

@@ -17,7 +17,7 @@ from valence import network
 from valence.cli import doctor_checks as doctor
 from valence.cli import doctor_recipe
 from valence.cli.doctor_checks import EXTRAS, Check, check_writable, examine
-from valence.models import loading, speed
+from valence.models import loading
 
 RECIPE = """
 method: kto
@@ -103,7 +103,7 @@ def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
 ) -> None:
     advice = "it is slow: set model.dtype: float32"
     for slow in (advice, ""):
-        monkeypatch.setattr(speed, "slow", lambda *_, slow=slow: slow)
+        monkeypatch.setattr(doctor, "slow_dtype", lambda *_, slow=slow: slow)
         (cpu,) = (item for item in examine() if item.name == "cpu")
         assert (cpu.state, cpu.fix) == ("ok", "")
         assert cpu.detail.endswith(advice) == bool(slow)

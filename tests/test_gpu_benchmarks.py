@@ -29,7 +29,7 @@ from benchmarks.step.cases import Case
 from benchmarks.step.inputs import draw_sets
 from tests.simulated_cuda import CUDA, simulated_device
 from valence.models import attention, flex
-from valence.models.flex import FlexVariant, Visible
+from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of
 
 HOST = torch.device("cpu")
@@ -201,10 +201,10 @@ def test_attention_that_forgets_a_key_or_a_block_is_found(
         key[:, :, rows] = value[:, :, rows] = 0
         return right(query, key, value, layout)
 
-    right, limits = attention._by_sdpa, PACKED_LIMITS[dtype]
+    right, limits = attention.attend_by_sdpa, PACKED_LIMITS[dtype]
     with simulated_device():
         expected = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
-        monkeypatch.setattr(attention, "_by_sdpa", forgets)
+        monkeypatch.setattr(attention, "attend_by_sdpa", forgets)
         figures = correctness.compare_packed(GROUPED_SMALL, dtype, CUDA, "sdpa")
     assert all(expected[name] <= limit for name, limit in limits.items())
     assert figures["logp_rms"] > limits["logp_rms"]
@@ -254,23 +254,16 @@ def test_all_attention_backends_are_measured(case: AttentionCase) -> None:
             assert figures["tokens_per_s"] == pytest.approx(case.rows / seconds)
 
 
-@pytest.mark.parametrize(("variant", "programs"), [("flex", 3), ("flex_dynamic", 2)])
-def test_the_programs_of_several_sizes_are_counted(
-    variant: FlexVariant, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU only those of the compiler's first stage, for the forward pass. The sizes of
-    flex_dynamic are variables from the second one on.
-    """
+def test_the_programs_of_several_sizes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU only those of the compiler's first stage, for the forward pass."""
     monkeypatch.setattr(Visible, "__call__", Visible.run_compiled)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     flex._compiled.cache_clear()
     case = attention_speed.SMALL_PROGRAM_CASE
     try:
         for _ in range(2):  # nothing is left of the first time
-            figures = attention_speed.measure_programs(
-                case, attention_speed.SMALL_SIZES, variant, HOST
-            )
-            assert figures["programs"] == programs
+            figures = attention_speed.measure_programs(case, attention_speed.SMALL_SIZES, HOST)
+            assert figures["programs"] == 3
             assert figures["compile_s"] > 0
     finally:
         flex._compiled.cache_clear()

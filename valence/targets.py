@@ -18,8 +18,8 @@ from valence.data.load import fitting_mapping
 from valence.distributed.process_group import Group, SingleProcess, run_on_first_rank
 from valence.errors import UserError
 from valence.methods import Method
+from valence.models.dtypes import automatic_dtype
 from valence.models.loading import loading
-from valence.models.speed import automatic_dtype
 from valence.reports.run_record import RECIPE, config_of, is_run, read_undamaged_facts
 from valence.storage import read_json
 from valence.user_code.load import is_import_path

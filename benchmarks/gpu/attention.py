@@ -1,6 +1,4 @@
-"""Part B: how fast is attention, with a program for each size and with one for all sizes, and how
-long are these programs compiled?
-"""
+"""Part B: how fast is attention, and how long are its programs compiled?"""
 
 from __future__ import annotations
 
@@ -16,11 +14,10 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.steps import median_seconds, release_memory, synchronize
-from valence.models.attention import ATTENTION_BACKENDS, Layout
-from valence.models.flex import FlexVariant, Visible, is_flex
+from valence.models.attention import Layout, attend_by_flash
+from valence.models.flex import Visible
 from valence.models.layout import packed_runs, segment_table, segments_of
 
-VARIANTS: tuple[FlexVariant, ...] = ("flex", "flex_dynamic")
 PREFIX, BRANCHES = 400, 8
 
 
@@ -88,7 +85,7 @@ PROGRAM_CASE, SMALL_PROGRAM_CASE = CASES[1], SMALL_CASES[1]
 
 def backends_for(case: AttentionCase) -> tuple[str, ...]:
     """The backends to measure; separate: PyTorch's attention over separate documents."""
-    return (*VARIANTS, "flash", *(() if case.has_prefix else ("separate",)))
+    return ("flex", "flash", *(() if case.has_prefix else ("separate",)))
 
 
 def measure_attention(case: AttentionCase, backend: str, device: torch.device) -> dict[str, float]:
@@ -115,16 +112,16 @@ def measure_attention(case: AttentionCase, backend: str, device: torch.device) -
 
 
 def measure_programs(
-    case: AttentionCase, sizes: Sequence[int], variant: FlexVariant, device: torch.device
+    case: AttentionCase, sizes: Sequence[int], device: torch.device
 ) -> dict[str, float]:
-    """Count the programs that a case needs with several numbers of rows, without any of earlier
-    checks and starts, and measure the seconds of their compilation.
+    """Count the programs of FlexAttention that a case needs with several numbers of rows, without
+    any of earlier checks and starts, and measure the seconds of their compilation.
     """
     torch.compiler.reset()
     before, compilation = counters["stats"]["unique_graphs"], 0.0
     with fresh_cache():
         for rows in sizes:
-            run, _ = _passes(replace(case, rows=rows), variant, device)
+            run, _ = _passes(replace(case, rows=rows), "flex", device)
             start = time.perf_counter()
             run()
             synchronize(device)
@@ -151,11 +148,11 @@ def _passes(
     )
     table, scale = segment_table(case.segments), case.head_dim**-0.5
     segments = segments_of(table)
-    if is_flex(backend):
-        call = partial(Visible(segments, (0,), device, backend), q, k, v, scale, 0, 0.0)
+    if backend == "flex":
+        call = partial(Visible(segments, (0,), device), q, k, v, scale, 0, 0.0)
     elif backend == "flash":
         layout = Layout(table, None, scale, runs=packed_runs(segments, device))
-        call = partial(ATTENTION_BACKENDS["flash"].attend, q, k, v, layout)
+        call = partial(attend_by_flash, q, k, v, layout)
     else:
         call = partial(_separate_documents, q, k, v, case)
     grad = torch.ones_like(q)

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.step.cases import PROMPT_400, TINY, Case, Lengths, Shape
-from benchmarks.step.floor import work_of
+from benchmarks.step.floor import Work, linear_layers, work_of
 from benchmarks.step.inputs import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.process_group import SingleProcess
 from valence.methods import METHODS
-from valence.models import speed
 from valence.models.build import build_policy
 from valence.models.checkpointing import Checkpointing
 from valence.models.compiling import compile_layers, why_not
@@ -32,7 +31,7 @@ from valence.models.gradients import clear
 from valence.models.head import Head
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 from valence.training.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 
@@ -282,8 +281,7 @@ def _measure(case: Case, variant: Variant, device: torch.device, step: Step) -> 
         peak = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
     work = work_of(case, units)
-    parts = [speed.Work(work.layers[k], work.head[k], work.attended[k]) for k in (0, 1)]
-    shape = shape_of(skeleton_of(policy.causal), lora=Lora() if variant.lora else None)
+    shape = shape_of(policy.causal)
     memory = predict(
         shape,
         width=2,
@@ -298,13 +296,26 @@ def _measure(case: Case, variant: Variant, device: torch.device, step: Step) -> 
         "loss": loss,
         "seconds": seconds,
         "tokens_per_s": sum(work.layers) / seconds,
-        "share": speed.step(shape, *parts) / rate / seconds,
+        "share": _operations(variant, work) / rate / seconds,
         "peak_gb": peak / 1e9,
         "peak_over_predicted": peak / predicted,
         "reserved_over_predicted": reserved / predicted,
         "attention": policy.attention_backend,
         "compiled": policy.compiled,
     }
+
+
+def _operations(variant: Variant, work: Work) -> float:
+    """Floating-point operations that a step needs in any layout, without recomputed layers."""
+    shape = variant.shape
+    linear = sum(inputs * outputs * count for inputs, outputs, count in linear_layers(shape))
+    trained, measured = (
+        2 * shape.layers * linear * tokens
+        + 4 * shape.layers * shape.heads * shape.head_dim * pairs
+        + 2 * shape.hidden * shape.vocabulary * scored
+        for tokens, scored, pairs in zip(work.layers, work.head, work.attended, strict=True)
+    )
+    return (2 if variant.lora else 3) * trained + measured
 
 
 def profile_step(

@@ -43,10 +43,10 @@ FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d
 
 def quick_dtype() -> str:
     """The fastest dtype on this machine: bfloat16, unless the processor does not support it."""
-    from valence.models import speed
+    from valence.models.dtypes import slow_dtype
     from valence.training.models import best_device
 
-    return "float32" if speed.slow(best_device(), torch.bfloat16) else "bfloat16"
+    return "float32" if slow_dtype(best_device(), torch.bfloat16) else "bfloat16"
 
 
 def smollm2() -> Path:

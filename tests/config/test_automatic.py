@@ -12,7 +12,7 @@ from tests.errors import raises_error
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.methods import METHODS, ONLINE
 from valence.methods.learning_rates import LEARNING_RATES
-from valence.models.speed import automatic_dtype
+from valence.models.dtypes import automatic_dtype
 from valence.targets import with_dtype
 from valence.training.resume import with_recorded
 

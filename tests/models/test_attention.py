@@ -20,10 +20,14 @@ from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, vi
 from tests.simulated_cuda import CUDA, simulated_device, varlen_attention
 from valence.models import attention, flex, layout, native
 from valence.models.attention import (
-    ATTENTION_BACKENDS,
     KeyValueMemory,
     Layout,
     attend,
+    attend_by_flash,
+    attend_by_flex,
+    attend_by_sdpa,
+    attend_on_cpu,
+    flash_unsupported,
     key_value_memory,
     layout_inputs,
 )
@@ -32,7 +36,13 @@ from valence.models.layout import segment_table, segments_of, split_by_gradient
 from valence.models.policy_model import padded_size
 from valence.training.plan import MAX_TOKENS
 
-WAYS = ("products", "sdpa", "flash")
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, Layout], Tensor]] = {
+    "cpu": attend_on_cpu,
+    "flex": attend_by_flex,
+    "flash": attend_by_flash,
+    "sdpa": attend_by_sdpa,
+}
+WAYS = ("cpu", "sdpa", "flash")
 """Backends with gradients in float64, FlashAttention by a stand-in."""
 SCALE = 0.3
 few = settings(max_examples=25)
@@ -40,7 +50,7 @@ few = settings(max_examples=25)
 
 @contextmanager
 def plain_products() -> Iterator[None]:
-    """Inside the block attention on a CPU chooses the backend ``products``."""
+    """Inside the block, the kernel for CPUs is not used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "attention_unsupported", lambda *_: "switched off")
         yield
@@ -64,8 +74,8 @@ def attend_by(
     with pytest.MonkeyPatch.context() as patch:
         if backend == "flash" and not q.is_cuda:
             patch.setattr(attention, "varlen_attn", varlen_attention)
-            patch.setattr(attention, "_flash_unsupported", lambda *_: None)
-        return ATTENTION_BACKENDS[backend].attend(q, k, v, layout)
+            patch.setattr(attention, "flash_unsupported", lambda *_: None)
+        return BACKENDS[backend](q, k, v, layout)
 
 
 def heads(
@@ -134,29 +144,32 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 1e-2}
     ("window", "softcap"),
     [(0, 0.0), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((40, 0.0), (0, 0.8)))],
 )
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "kernels"),
+    [("cpu", plain_products), *((backend, nullcontext) for backend in BACKENDS)],
+)
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
 def test_each_backend_computes_the_formula(
-    backend: str, window: int, softcap: float, dtype: torch.dtype
+    backend: str,
+    kernels: Callable[[], AbstractContextManager[None]],
+    window: int,
+    softcap: float,
+    dtype: torch.dtype,
 ) -> None:
     """Values, and gradients where the backend has them here; on the GPU if there is one."""
-    runs_on_cuda = backend not in ("cpu", "products")
-    device = "cuda" if torch.cuda.is_available() and runs_on_cuda else "cpu"
+    device = "cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu"
     inputs = [x.detach().to(device).requires_grad_() for x in heads(420, d=64, d_v=64, dtype=dtype)]
-    unsupported = ATTENTION_BACKENDS[backend].unsupported
-    if unsupported(inputs[0], inputs[2], softcap):
+    if backend == "flex" and device == "cpu":  # it has gradients only on CUDA
         inputs = [x.detach() for x in inputs]
-    if reason := unsupported(inputs[0], inputs[2], softcap):
-        assert backend in ("cpu", "flash"), reason
-        if softcap or dtype != torch.bfloat16 or backend == "flash":
-            return  # ``test_random_trees`` calls a stand-in
-        pytest.skip(reason)
+    if backend == "flash" and flash_unsupported(inputs[0], inputs[2], softcap):
+        return  # ``test_random_trees`` calls a stand-in
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
     expected = dense_attention(*exact, visible_mask(TREE, window), 0.125, softcap)
-    out = attend_by(backend, *inputs, segment_table(TREE), window, softcap, 0.125)
-    results, references = [out], [expected]
-    if inputs[0].requires_grad:
-        results, references = with_gradients(out, inputs), with_gradients(expected, exact)
+    with kernels():
+        out = attend_by(backend, *inputs, segment_table(TREE), window, softcap, 0.125)
+        results, references = [out], [expected]
+        if inputs[0].requires_grad:
+            results, references = with_gradients(out, inputs), with_gradients(expected, exact)
     for result, reference in zip(results, references, strict=True):
         assert result.dtype == dtype
         error = (result.double().cpu() - reference).norm() / reference.norm()
@@ -166,10 +179,10 @@ def test_each_backend_computes_the_formula(
 def test_inputs_that_flash_attention_cannot_compute() -> None:
     def reason(dtype: torch.dtype, d: int = 64, d_v: int = 64, softcap: float = 0.0) -> str:
         q, _, v = (x.detach().to(CUDA) for x in heads(4, d=d, d_v=d_v, dtype=dtype))
-        return ATTENTION_BACKENDS["flash"].unsupported(q, v, softcap) or ""
+        return flash_unsupported(q, v, softcap) or ""
 
     q, _, v = heads(4, d=64, d_v=64, dtype=torch.bfloat16)
-    assert "CUDA" in (ATTENTION_BACKENDS["flash"].unsupported(q, v, 0.0) or "")
+    assert "CUDA" in (flash_unsupported(q, v, 0.0) or "")
     with simulated_device():
         assert reason(torch.bfloat16) == reason(torch.float16) == ""
         assert reason(torch.bfloat16, 256, 256) == ""
@@ -179,15 +192,16 @@ def test_inputs_that_flash_attention_cannot_compute() -> None:
         assert "soft-cap" in reason(torch.bfloat16, softcap=2.0)
 
 
-def test_the_automatic_choice_on_a_cpu() -> None:
-    def chosen(dtype: torch.dtype, d: int = 16, softcap: float = 0.0) -> str:
+def test_the_choice_on_a_cpu() -> None:
+    def unsupported(dtype: torch.dtype, d: int = 16, softcap: float = 0.0) -> bool:
         q, _, v = heads(4, d=d, d_v=16, dtype=dtype)
-        return attention.choose_cpu_backend(q, v, softcap)
+        return native.attention_unsupported(q, v, softcap) is not None
 
-    native_or_products = "products" if native.unavailable() else "cpu"
-    assert chosen(torch.bfloat16) == native_or_products
-    assert chosen(torch.float32) == chosen(torch.float64) == "products"
-    assert chosen(torch.bfloat16, d=24) == chosen(torch.bfloat16, softcap=2.0) == "products"
+    assert unsupported(torch.bfloat16) == (native.unavailable() is not None)
+    assert unsupported(torch.float32)
+    assert unsupported(torch.float64)
+    assert unsupported(torch.bfloat16, d=24)
+    assert unsupported(torch.bfloat16, softcap=2.0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -417,23 +431,8 @@ def test_every_query_attends_to_itself_and_columns_have_32_bits(
     assert {column.dtype for column in tensors} == {torch.int32}
 
 
-def test_options_of_the_kernels() -> None:
-    assert flex.kernel_options("flex", 256, 512) == {"ROWS_GUARANTEED_SAFE": True}
-    dynamic = {"ROWS_GUARANTEED_SAFE": True, "IS_DIVISIBLE": True}
-    assert flex.kernel_options("flex_dynamic", 256, 512) == dynamic
-    for sizes in ((256, 500), (200, 512)):  # a model may have fewer positions than padded rows
-        assert flex.kernel_options("flex_dynamic", *sizes) == {"ROWS_GUARANTEED_SAFE": True}
-    small = flex.kernel_options("flex_small", 256, 512)
-    tiles = {name: size for name, size in small.items() if "BLOCK" in name}
-    assert all(BLOCK % size == 0 and size >= 16 for size in tiles.values())
-    # what the templates of PyTorch's backward kernel assert
-    assert tiles["bwd_BLOCK_N1"] % tiles["bwd_BLOCK_M1"] == 0
-    assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
-
-
-@pytest.mark.parametrize(("variant", "programs"), [("flex", 6), ("flex_dynamic", 2)])
-def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
-    variant: Any, programs: int, monkeypatch: pytest.MonkeyPatch
+def test_each_size_has_a_program_and_no_number_is_its_input(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler's first stage, which runs without a GPU. A scale or soft-cap that becomes an
     input of the program would be read from the host.
@@ -452,15 +451,13 @@ def test_dynamic_sizes_need_few_programs_and_only_sizes_are_dynamic(
         for rows in (256, 384, 512, 640, 1024, 1152):
             segments = [(0, rows // 2, -1), (rows // 2, rows - 30, 0), (rows - 30, rows, 0)]
             q, k, v = (x.detach() for x in heads(rows, d=16, d_v=16, dtype=torch.float32))
-            visible = Visible(
-                segments_of(segment_table(segments)), (0, 5), torch.device("cpu"), variant
-            )
+            visible = Visible(segments_of(segment_table(segments)), (0, 5), torch.device("cpu"))
             with torch.no_grad():
                 visible.run_compiled(q, k, v, SCALE, 5, 20.0)
     finally:
         flex._compiled.cache_clear()
         torch.compiler.reset()
-    assert len(graphs) == programs
+    assert len(graphs) == 6
     inputs = {
         node.name for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"
     }

@@ -33,7 +33,7 @@ from valence.models.checkpointing import (
 from valence.models.compiling import why_not
 from valence.models.memory import _results  # pyright: ignore[reportPrivateUsage]
 from valence.models.policy_model import CPU_TOKEN_MULTIPLE, PolicyModel
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 
 LAYERS = 5
 RECOMPUTED = {
@@ -245,7 +245,7 @@ def test_the_estimate_counts_what_is_stored(dropout: float | None) -> None:
     for count in (2, 6):
         model = tiny("llama", dtype=torch.float32, num_hidden_layers=count)
         adapter = None if dropout is None else lora
-        estimates.append(_results(shape_of(skeleton_of(model), lora=adapter), 1))
+        estimates.append(_results(shape_of(model, lora=adapter), 1))
         engine = build_policy(
             model, dtype=torch.float32, lora=adapter, checkpointing="selective_op"
         )

@@ -174,7 +174,7 @@ def test_all_programs_for_a_gpu_are_deterministic(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "compile", follow)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     compiling.compiled_program.__wrapped__(len)
-    flex._compiled.__wrapped__(False)
+    flex._compiled.__wrapped__()
     layer = nn.Identity()
     layer.gradient_checkpointing = False  # type: ignore[assignment]
     compiling._compile(layer, is_sharded=False)

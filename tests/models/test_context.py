@@ -18,7 +18,12 @@ from torch import Tensor
 from tests.models.test_attention import SCALE, heads
 from tests.models.test_layout import covered, windows
 from tests.prefix_trees import Segments, dense_attention, path, prefix_trees, visible_mask
-from valence.models.attention import ATTENTION_BACKENDS, Layout, prefix_tree_attention
+from valence.models.attention import (
+    Layout,
+    attend_by_flex,
+    attend_on_cpu,
+    prefix_tree_attention,
+)
 from valence.models.context import TokenShard, padded_length, shard_table
 from valence.models.flex import Visible
 from valence.models.layout import segment_table, segments_of, split_by_gradient
@@ -141,7 +146,7 @@ def test_gradients_of_all_processes_add_up(way: str, window: int) -> None:
         visible = Visible(segments_of(table), (window,), device) if way == "flex" else None
         local = inputs[0][:, :, rows], *inputs[1:]
         layout = Layout(table, visible, SCALE, window)
-        part = ATTENTION_BACKENDS["flex" if visible else "products"].attend(*local, layout)
+        part = (attend_by_flex if visible else attend_on_cpu)(*local, layout)
         for sum_, grad in zip(
             total, torch.autograd.grad(part, inputs, slopes[:, rows]), strict=True
         ):

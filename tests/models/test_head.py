@@ -53,12 +53,11 @@ SUPPORT: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {name: ALL for name in PRECISIONS if name != "float64"},
     "torch": dict.fromkeys(PRECISIONS, ALL),
     "layer": dict.fromkeys(("float64", "float32"), ALL),
-    "liger": {"float32": ("plain", "bias", "scale", "temperature", "bias and scale")},
 }
 """Backend -> precision -> variants that it computes exactly where its libraries are installed."""
-ON_GPU = ("triton", "torch", "layer", "liger")
-INTERPRETED = ("triton", "liger")
-"""Backends of Triton kernels, which Triton's interpreter runs on a CPU."""
+ON_GPU = ("triton", "torch", "layer")
+INTERPRETED = "triton"
+"""The backend that Triton's interpreter runs on a CPU."""
 MACHINE = (
     "not installed", "need a CUDA device", "VALENCE_NATIVE", "no instructions", "cannot be compiled"
 )  # fmt: skip
@@ -137,7 +136,7 @@ def make_head(
     settings = dict(VARIANTS[variant])
     layer = make_layer(dtype, bias=settings.pop("bias", False)).to(device)
     # The interpreter computes one row at a time.
-    is_interpreted = backend in INTERPRETED and device == "cpu"
+    is_interpreted = backend == INTERPRETED and device == "cpu"
     hidden, target = make_rows(dtype, count=16 if is_interpreted else ROWS)
     hidden = hidden.detach().to(device).requires_grad_()
     tested = Head(layer, **settings, rounds_to_bfloat16=rounds, backend=backend)
@@ -149,10 +148,10 @@ def backend_cases() -> list[Any]:
     in its interpreter if there is no CUDA device.
     """
     gpu = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = [(backend, "cpu", ()) for backend in SUPPORT if backend not in INTERPRETED]
+    cases = [(backend, "cpu", ()) for backend in SUPPORT if backend != INTERPRETED]
     cases += [(backend, gpu, pytest.mark.gpu) for backend in ON_GPU]
     if gpu == "cpu":
-        cases = [case for case in cases if not case[2] or case[0] in INTERPRETED]
+        cases = [case for case in cases if not case[2] or case[0] == INTERPRETED]
     return [
         pytest.param(backend, device, precision, variant, marks=marks)
         for backend, device, marks in cases
@@ -174,12 +173,9 @@ def test_each_backend_computes_the_oracle(
     monkeypatch.setattr(head, "MAX_COLUMNS", columns)
     monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep * 2**30))
     tested, hidden, target = make_head(backend, precision, variant, device)
-    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden, entropy)
+    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden)
     if reason and any(part in reason for part in MACHINE):
         pytest.skip(reason)
-    if entropy and backend == "liger":
-        assert reason
-        return
     assert reason is None
     results = compute(tested, hidden, target, entropy=entropy)
     expected = oracle(tested, hidden, target, entropy=entropy)
@@ -217,7 +213,7 @@ def test_some_probabilities_are_kept(keep: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(name, marks=pytest.mark.gpu if name in INTERPRETED else ())
+        pytest.param(name, marks=pytest.mark.gpu if name == INTERPRETED else ())
         for name in HEAD_BACKENDS
     ],
 )
@@ -228,7 +224,7 @@ def test_each_backend_refuses_what_it_does_not_support(
     PyTorch does.
     """
     tested, hidden, target = make_head(backend, precision, variant)
-    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden, False)
+    reason = HEAD_BACKENDS[backend].unsupported(tested, hidden)
     if reason and any(part in reason for part in MACHINE):
         pytest.skip(reason)
     is_supported = variant in SUPPORT[backend].get(precision, ()) or backend == "layer"
@@ -239,7 +235,7 @@ def test_each_backend_refuses_what_it_does_not_support(
 
 
 def test_the_automatic_choice() -> None:
-    """Never Liger. A name is used as it is, and an unknown one is an error."""
+    """A name is used as it is."""
 
     def chosen(precision: str, variant: str = "plain") -> str:
         return choose_head_backend(*make_head("auto", precision, variant)[:2])
@@ -249,7 +245,6 @@ def test_the_automatic_choice() -> None:
     assert chosen("bfloat16") == chosen("bfloat16 products") == native_or_torch
     assert chosen("bfloat16", "bias") == chosen("bfloat16", "soft-cap") == "torch"
     assert choose_head_backend(*make_head("layer", "float32")[:2]) == "layer"
-    assert not any("liger" in names for names in head.AUTOMATIC_BACKENDS.values())
 
 
 def test_the_environment_requests_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +252,8 @@ def test_the_environment_requests_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
     assert requested_head_backend() == "auto"
     monkeypatch.setenv("VALENCE_HEAD", "torch")
     assert requested_head_backend() == "torch"
-    monkeypatch.setenv("VALENCE_HEAD", "liegr")
-    with raises_error("environment-variable-invalid", where="VALENCE_HEAD", fix="liger"):
+    monkeypatch.setenv("VALENCE_HEAD", "liger")
+    with raises_error("environment-variable-invalid", where="VALENCE_HEAD", fix="torch, layer"):
         requested_head_backend()
 
 
@@ -266,7 +261,7 @@ def test_the_environment_requests_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("keep", [torch.float32, None])
 def test_triton_kernels_compute_the_statistics_of_torch(keep: torch.dtype | None) -> None:
     """Also with logits of minus infinity, and for columns outside the range."""
-    if reason := HEAD_BACKENDS["triton"].unsupported(*make_head("triton", "float32")[:2], False):
+    if reason := HEAD_BACKENDS["triton"].unsupported(*make_head("triton", "float32")[:2]):
         pytest.skip(reason)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     triton_kernels, torch_kernels = TritonKernels(), TorchKernels()
@@ -388,18 +383,18 @@ def test_results_do_not_depend_on_the_memory_of_the_gpu(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch", "layer", *(pytest.param(name, marks=pytest.mark.gpu) for name in INTERPRETED)],
+    ["torch", "layer", pytest.param(INTERPRETED, marks=pytest.mark.gpu)],
 )
 def test_no_rows(backend: str) -> None:
-    entropy = backend != "liger"
     tested = Head(make_layer(torch.float32), backend=backend)
     hidden, target = make_rows(torch.float32, count=0)
-    if reason := HEAD_BACKENDS[backend].unsupported(tested, hidden, entropy):
+    if reason := HEAD_BACKENDS[backend].unsupported(tested, hidden):
         pytest.skip(reason)
-    logps, entropies = tested(hidden, target, entropy=entropy)
+    logps, entropies = tested(hidden, target, entropy=True)
     assert logps.shape == (0,)
-    assert entropies is None or entropies.shape == (0,)
-    (logps.sum() + (0 if entropies is None else entropies.sum())).backward()
+    assert entropies is not None
+    assert entropies.shape == (0,)
+    (logps.sum() + entropies.sum()).backward()
     assert hidden.grad is not None
     assert isinstance(tested.layer, nn.Linear)
     assert torch.equal(tested.layer.weight.grad, torch.zeros_like(tested.layer.weight))  # type: ignore[arg-type]

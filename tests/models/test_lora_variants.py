@@ -31,7 +31,7 @@ from valence.models.check import plain_batch
 from valence.models.memory import predict
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, FrozenReference
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -193,7 +193,7 @@ def test_an_adapter_for_the_unchanged_model_has_the_update_of_the_definition(
 @pytest.mark.parametrize("name", SOME)
 def test_an_estimate_counts_trained_weights(name: str) -> None:
     engine = policy(name)
-    shape = shape_of(skeleton_of(tiny(VARIANTS[name][0])), lora=settings_of(name))
+    shape = shape_of(tiny(VARIANTS[name][0]), lora=settings_of(name))
     assert shape.trained == sum(p.numel() for p in engine.parameters() if p.requires_grad)
 
 
@@ -206,7 +206,7 @@ def test_an_estimate_includes_dora_activations(dtype: torch.dtype) -> None:
         engine = build_policy(tiny("llama", dtype=torch.float32), dtype=dtype, lora=lora)
         short, long = (_saved_bytes(engine, length) for length in (64, 192))
         measured.append((long - short) / 128)
-        shape = shape_of(skeleton_of(tiny("llama")), lora=lora)
+        shape = shape_of(tiny("llama"), lora=lora)
         predicted.append(predict(shape, width=dtype.itemsize, frozen_copy=False).per_token)
     assert predicted[1] - predicted[0] == pytest.approx(measured[1] - measured[0], rel=0.25)
 

@@ -1,4 +1,4 @@
-"""Memory is predicted from the shape of the model."""
+"""Memory is predicted from the weights of the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from valence.models.memory import (
     predict,
     sampling_bytes,
 )
-from valence.models.shape import decoder_layers, shape_of, skeleton_of
+from valence.models.shape import decoder_layers, shape_of
 
-SHAPE = shape_of(skeleton_of(tiny()))
+SHAPE = shape_of(tiny())
 ADAPTED = replace(SHAPE, trained=1000, adapted=500)
 
 
@@ -74,9 +74,8 @@ def test_matrices_may_have_a_separate_optimizer() -> None:
 
 def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
     modes = ("off", "selective", "full", "offloaded")
-    results = [
-        predicted(replace(SHAPE, layers=8), checkpointing=options).per_token for options in modes
-    ]
+    deep = replace(SHAPE, layers=8, operands=4 * SHAPE.operands)
+    results = [predicted(deep, checkpointing=options).per_token for options in modes]
     assert results == sorted(results, reverse=True)
     assert results[2] < 0.3 * results[0]
 
@@ -196,7 +195,7 @@ def test_sampling_and_training_take_turns() -> None:
 
 def test_layers_and_what_is_outside_them_are_all_weights() -> None:
     for kind in ("llama", "gpt2", "opt", "qwen3_moe"):
-        model = skeleton_of(tiny(kind))
+        model = tiny(kind)
         result = shape_of(model)
         assert result.largest == sum(p.numel() for p in decoder_layers(model)[0].parameters())
         assert result.parameters == 2 * result.largest + result.outside

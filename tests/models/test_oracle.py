@@ -160,9 +160,7 @@ def test_a_prefix_tree_equals_one_by_one_in_values_and_gradients(
 ) -> None:
     monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
     if mode == "sdpa":  # as on devices other than a CPU
-        monkeypatch.setattr(
-            attention, "_by_operator", lambda *args, backend: attention._by_sdpa(*args)
-        )
+        monkeypatch.setattr(attention, "attend_on_cpu", attention.attend_by_sdpa)
     engine = policy(name, mode)
     for trains in PATTERNS:
         batch = prefix_tree_batch(conversations(), trains)

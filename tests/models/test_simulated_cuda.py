@@ -85,54 +85,52 @@ class TritonError(Exception):
 
 
 ERRORS = {
-    "flex": CalledProcessError(1, "gcc"),
-    "flex_small": RuntimeError("out of resource: shared memory"),
-    "flex_dynamic": TritonError("out of resource: shared memory"),
+    "a missing header for Triton's launcher": CalledProcessError(1, "gcc"),
+    "Triton": TritonError("out of resource: shared memory"),
 }
-"""Of a missing header for Triton's launcher, of PyTorch's compiler, and of Triton."""
 
 
-def break_backends(patch: pytest.MonkeyPatch, backends: Collection[str]) -> None:
+def break_backends(
+    patch: pytest.MonkeyPatch, backends: Collection[str], error: Exception = ERRORS["Triton"]
+) -> None:
     def run_flex(self: Visible, *arguments: Any) -> Tensor:
-        if self.variant in backends:
-            raise ERRORS[self.variant]
+        if "flex" in backends:
+            raise error
         return simulated_cuda.attention(self, *arguments)
 
     patch.setattr(Visible, "__call__", run_flex)
     patch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
     if "sdpa" in backends:
-        patch.setattr(attention, "_by_sdpa", lambda *_: 1 / 0)
+        patch.setattr(attention, "attend_by_sdpa", lambda *_: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("broken", "backend", "computation"),
-    [
-        ((), "flex", "None prefix tree"),
-        (("flex",), "flex_small", "None prefix tree attention flex_small"),
-        (("flex", "flex_small"), "sdpa", "None prefix tree attention sdpa"),  # float32
-    ],
-)
+@pytest.mark.parametrize("error", [None, *ERRORS.values()], ids=["no error", *ERRORS])
 def test_the_next_attention_backend_is_used_if_one_fails(
-    broken: tuple[str, ...], backend: str, computation: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For float32, which FlashAttention does not support."""
+    backend, computation = "flex", "None prefix tree"
+    if error is not None:
+        backend, computation = "sdpa", "None prefix tree attention sdpa"
     expected = measured(*built("gemma2", "off", PATTERNS[1], HOST))
     with simulated_device(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        break_backends(monkeypatch, broken)
+        if error is not None:
+            break_backends(monkeypatch, ("flex",), error)
         engine, batch = built("gemma2", "off", PATTERNS[1], CUDA)
         assert (engine.packs, engine.attention_backend) == (True, backend)
         assert engine.computation == computation
         results = [item.cpu() for item in measured(engine, batch)]
         monkeypatch.undo()
     problems = [item.message for item in caught if isinstance(item.message, PackingWarning)]
-    assert [problem.code for problem in problems] == ["attention-fallback"] * bool(broken)
+    assert [problem.code for problem in problems] == ["attention-fallback"] * (error is not None)
     torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
 def test_flash_attention_comes_before_attention_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated_device(), monkeypatch.context() as patch:
-        break_backends(patch, ("flex", "flex_small"))
+        break_backends(patch, ("flex",))
         with pytest.warns(PackingWarning):
             engine, _ = built("llama", "off", PATTERNS[1], CUDA, torch.bfloat16)
         assert engine.attention_backend == "flash"
@@ -143,7 +141,7 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
 ) -> None:
     expected = measured(*built("llama", "off", PATTERNS[0], HOST))[0]
     with simulated_device(), monkeypatch.context() as patch:
-        break_backends(patch, ("flex", "flex_small", "sdpa"))
+        break_backends(patch, ("flex", "sdpa"))
         with raises_error("packing-fails", where="VALENCE_ATTENTION", fix="one_by_one"):
             built("llama", "off", PATTERNS[0], CUDA)
         patch.setenv("VALENCE_ATTENTION", "one_by_one")
@@ -156,17 +154,17 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
 
 
 def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VALENCE_ATTENTION", "flex_dynamic")
+    monkeypatch.setenv("VALENCE_ATTENTION", "sdpa")
     with simulated_device():
         engine, _ = built("llama", "off", PATTERNS[0], CUDA)
-        assert engine.attention_backend == "flex_dynamic"
+        assert engine.attention_backend == "sdpa"
         with monkeypatch.context() as patch:
-            break_backends(patch, ("flex_dynamic",))
+            break_backends(patch, ("sdpa",))
             with raises_error("packing-fails", where="VALENCE_ATTENTION"):
                 built("llama", "off", PATTERNS[0], CUDA)
     with raises_error("attention-backend-unsupported", where="VALENCE_ATTENTION"):
         built("llama", "off", PATTERNS[0], HOST)
-    monkeypatch.setenv("VALENCE_ATTENTION", "flax")
+    monkeypatch.setenv("VALENCE_ATTENTION", "flex_small")
     with raises_error("environment-variable-invalid", where="VALENCE_ATTENTION", fix="sdpa"):
         built("llama", "off", PATTERNS[0], HOST)
 

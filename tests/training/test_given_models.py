@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.command import place
 from tests.errors import raises_error
 from valence import build_run, train
+from valence.config.schema import LoraSettings
 from valence.models.attention import NAME
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 
 __all__ = ["place"]
 
@@ -93,21 +94,21 @@ def test_a_subclass_with_another_constructor_trains(place: Path) -> None:
     assert type(model) is Other
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_an_estimate_copies_the_modules_without_weights_and_adapters(
-    place: Path, lora: bool
-) -> None:
+def test_an_estimate_leaves_the_model_as_it_is(place: Path) -> None:
+    """A subclass with a planned adapter, and a model that has one."""
     from peft import LoraConfig, get_peft_model
 
-    model = load()
-    expected = shape_of(load())
-    if lora:
-        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        get_peft_model(model, config)
-    bare = skeleton_of(model)
-    assert all(p.is_meta for p in bare.parameters())
-    assert shape_of(bare) == expected
-    assert not any(p.is_meta for p in model.parameters())
+    lora = LoraSettings(rank=2, targets=["q_proj"])
+    expected = shape_of(load(), lora=lora)
+    model = Other(load().config, depth=3)
+    names = list(model.state_dict())
+    assert shape_of(model, lora=lora) == expected
+    assert list(model.state_dict()) == names
+    assert all(p.requires_grad and not p.is_meta for p in model.parameters())
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = shape_of(get_peft_model(model, config))
+    assert adapted.parameters == expected.parameters
+    assert adapted.trained == expected.trained + model.config.vocab_size * model.config.hidden_size
 
 
 class Wrapper(nn.Module):

@@ -17,7 +17,7 @@ from tests.simulated_cuda import CUDA, simulated_device
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.errors import UserError
-from valence.models import speed
+from valence.models.dtypes import slow_dtype
 from valence.reports import page
 from valence.storage import atomic_write
 from valence.training import trainer as pages
@@ -140,8 +140,8 @@ def test_a_cpu_without_bfloat16_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(
             torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda knows=knows: knows
         )
-        assert message in speed.slow(cpu, torch.bfloat16)
-        assert bool(speed.slow(cpu, torch.bfloat16)) == bool(message)
+        assert message in slow_dtype(cpu, torch.bfloat16)
+        assert bool(slow_dtype(cpu, torch.bfloat16)) == bool(message)
         assert (
-            speed.slow(cpu, torch.float32) == speed.slow(torch.device("cuda"), torch.bfloat16) == ""
+            slow_dtype(cpu, torch.float32) == slow_dtype(torch.device("cuda"), torch.bfloat16) == ""
         )

@@ -18,7 +18,7 @@ import torch
 
 from valence.distributed.process_group import available_backends
 from valence.errors import install_command
-from valence.models import speed
+from valence.models.dtypes import slow_dtype
 from valence.models.memory import free_memory
 from valence.network import ask_hub
 from valence.version import __version__
@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("bitsandbytes",),
         "4-bit weights and 8-bit optimizer state (model.quantize, train.optimizer: adamw_8bit)",
     ),
-    "liger": (("liger_kernel",), "the head backend liger (VALENCE_HEAD=liger)"),
     "serve": (
         ("fastapi", "uvicorn", "prometheus_client"),
         "`valence serve`, `valence collect` and `valence audit --review`",
@@ -204,7 +203,7 @@ def _devices() -> Iterator[Check]:
     num_threads = torch.get_num_threads()
     unit = "thread" if num_threads == 1 else "threads"
     cpu = f"{torch.backends.cpu.get_cpu_capability()}, {num_threads} {unit}"
-    slow = speed.slow(torch.device("cpu"), torch.bfloat16)
+    slow = slow_dtype(torch.device("cpu"), torch.bfloat16)
     if slow:
         yield Check("devices", "cpu", "ok", f"{cpu}; {slow}")
     else:

@@ -15,7 +15,7 @@ from valence.cli.doctor_checks import EXTRAS, Check, check_writable
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.errors import UserError, install_command
-from valence.models import speed
+from valence.models.dtypes import automatic_dtype, slow_dtype
 from valence.models.loading import is_cached, must_exist
 from valence.network import DEADLINE, within
 from valence.reports.trackers import check
@@ -35,8 +35,8 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
     yield from (_model(setting, name) for setting, name in _models(recipe).items())
     yield from _libraries(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
-    problem, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
+    dtype = automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
+    problem, _, fix = slow_dtype(device, getattr(torch, dtype)).partition(": ")
     yield Check(
         "recipe",
         "model.dtype",

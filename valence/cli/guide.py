@@ -10,7 +10,7 @@ Get started:
 
 1. `valence demo` trains a small model on examples that come with Valence.
 2. `valence init FILE` writes a recipe for your feedback: thumbs (`kto`), pairs (`dpo`) or demonstrations (`sft`). `valence docs` lists all methods and recipes, such as those with a reward (`grpo`).
-3. `valence check RECIPE` checks the settings and the rows, and estimates memory and time.
+3. `valence check RECIPE` checks the settings and the rows, and estimates memory.
 4. `valence train RECIPE` trains the model and writes the folder `run.dir`. If it was stopped, rerun it to resume.
 5. Open `report.html` in that folder, and try the model: `valence sample RUN --prompt TEXT`.
 

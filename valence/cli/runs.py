@@ -181,7 +181,7 @@ def check(
     ] = False,
 ) -> None:
     """Check a recipe and its data without training: audit the rows, list the settings with the
-    origin of each, and estimate steps, memory and time.
+    origin of each, and estimate steps and memory.
     """
     from valence.config.load import load_recipe
 

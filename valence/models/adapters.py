@@ -25,6 +25,10 @@ from valence.models.weights import check_complete, check_finite, check_type
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
+DELTA = ".token_adapter.trainable_tokens_"
+"""Part of the names of PEFT's weights for single trained tokens of an embedding."""
+
+
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     """Return the model with the adapter of a folder, which continues to train, or with a new one.
 
@@ -152,6 +156,12 @@ def active_module(module: Any) -> nn.Module:
 def has_adapter(model: nn.Module) -> bool:
     """Return whether the model has an adapter."""
     return hasattr(model, "peft_config")
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Return whether PEFT gives this name to a weight of an adapter."""
+    # modules_to_save: for example a head that is trained with the adapter
+    return any(part in name for part in ("lora_", ".modules_to_save.", DELTA))
 
 
 def check_trains(model: nn.Module, spec: Any) -> None:

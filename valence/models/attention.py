@@ -1,8 +1,8 @@
 """Attention over a tree of shared prefixes, in unmodified Hugging Face models.
 
 The layout is a keyword argument of the model's forward, so that recomputation under activation
-checkpointing has it too. ``ATTENTION_BACKENDS`` lists the implementations, which are
-interchangeable.
+checkpointing has it too. On a CPU, the operator ``attend`` computes attention, on CUDA one of
+``AUTOMATIC_CUDA_BACKENDS``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from valence.errors import UserError
 from valence.models import native
 from valence.models.context import TokenShard
-from valence.models.flex import Visible, is_flex, visible
+from valence.models.flex import Visible, visible
 from valence.models.layout import (
     Block,
     PackedRuns,
@@ -98,12 +98,12 @@ def prefix_tree_attention(
         runs,
     )
     if visible is not None:
-        return _by_flex(query, key, value, layout), None
+        return attend_by_flex(query, key, value, layout), None
     if runs is not None:
-        return _by_flash(query, key, value, layout), None
+        return attend_by_flash(query, key, value, layout), None
     if query.device.type == "cpu":
-        return _by_operator(query, key, value, layout, backend="auto"), None
-    return _by_sdpa(query, key, value, layout), None
+        return attend_on_cpu(query, key, value, layout), None
+    return attend_by_sdpa(query, key, value, layout), None
 
 
 def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
@@ -211,37 +211,15 @@ class Layout(NamedTuple):
     """The segment table as FlashAttention needs it."""
 
 
-class AttentionBackend(NamedTuple):
-    """An implementation of attention over a prefix tree.
-
-    unsupported: (query, value, softcap) -> the reason why it cannot compute them here, or None.
-    attend: query[1, H, T, D], key[1, H_kv, T, D], value[1, H_kv, T, D_v], layout -> [1, T, H, D_v],
-    with gradients.
-    """
-
-    unsupported: Callable[[Tensor, Tensor, float], str | None]
-    attend: Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
-
-
-def choose_cpu_backend(query: Tensor, value: Tensor, softcap: float) -> str:
-    """Return the name of the backend that computes attention on a CPU."""
-    is_unsupported = native.attention_unsupported(query, value, softcap)
-    return "products" if is_unsupported else "cpu"
-
-
-def _by_operator(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, backend: str
-) -> Tensor:
-    """Attention by the operator ``attend``. backend: "auto" lets the operator choose when it runs,
-    because compiled programs are stored on disk and may run where the kernel cannot.
-    """
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+    """Attention by the operator ``attend``."""
     settings = layout.scale, layout.window, layout.softcap
-    return attend(query, key, value, layout.prefix_tree, *settings, backend)[0]
+    return attend(query, key, value, layout.prefix_tree, *settings)[0]
 
 
 # Compiled layers are split here: their programs take any number of tokens, FlexAttention's one.
 @torch.compiler.disable()
-def _by_flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+def attend_by_flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     """Attention by FlexAttention."""
     assert layout.visible is not None
     key, value = _with_memory(key, value)
@@ -249,7 +227,7 @@ def _by_flex(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tenso
     return out.transpose(1, 2)
 
 
-def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+def attend_by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     """Attention by PyTorch's scaled dot-product attention, block by block."""
     key, value = _with_memory(key, value)
     parts: list[Tensor] = []
@@ -278,13 +256,13 @@ def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tenso
 
 # Compiled layers are split here: the sizes and the numbers of runs differ from pass to pass.
 @torch.compiler.disable()
-def _by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
+def attend_by_flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
     """Attention by FlashAttention for sequences of different lengths.
 
     A prefix that several runs share is copied for each of them, and its gradients are summed in the
     type of the keys. Raises CannotPackError for inputs that FlashAttention cannot compute.
     """
-    if reason := _flash_unsupported(query, value, layout.softcap):
+    if reason := flash_unsupported(query, value, layout.softcap):
         raise CannotPackError(reason, code="packing-fails")
     assert layout.runs is not None
     key, value = _with_memory(key, value)
@@ -321,7 +299,8 @@ def _groups_heads(varlen: Callable[..., Any]) -> bool:
     return "enable_gqa" in signature(varlen).parameters
 
 
-def _flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
+def flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
+    """Return the reason why FlashAttention cannot compute these inputs, or None."""
     if not query.is_cuda:
         return "FlashAttention runs only on CUDA"
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -333,32 +312,9 @@ def _flash_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | No
     return "FlashAttention does not support a soft-cap here" if softcap else None
 
 
-def _products_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
-    return None if query.device.type == "cpu" else "it runs only on a CPU"
-
-
-def _flex_unsupported(query: Tensor, value: Tensor, softcap: float) -> str | None:
-    if query.is_cuda or not query.requires_grad:
-        return None
-    return "FlexAttention has gradients only on CUDA"
-
-
-ATTENTION_BACKENDS = {
-    "cpu": AttentionBackend(native.attention_unsupported, partial(_by_operator, backend="cpu")),
-    "products": AttentionBackend(_products_unsupported, partial(_by_operator, backend="products")),
-    "flex": AttentionBackend(_flex_unsupported, _by_flex),
-    "flex_small": AttentionBackend(_flex_unsupported, _by_flex),
-    "flex_dynamic": AttentionBackend(_flex_unsupported, _by_flex),
-    "flash": AttentionBackend(_flash_unsupported, _by_flash),
-    "sdpa": AttentionBackend(lambda query, value, softcap: None, _by_sdpa),
-}
-"""``check_layout`` chooses on CUDA, from ``attention_candidates``. ``prefix_tree_attention`` runs
-FlexAttention for block masks, FlashAttention for packed runs, cpu or products on a CPU, and sdpa
-elsewhere. The variants of flex are those of ``flex.FlexVariant``.
-"""
-AUTOMATIC_CUDA_BACKENDS = ("flex", "flex_small", "flash", "sdpa")
+AUTOMATIC_CUDA_BACKENDS = ("flex", "flash", "sdpa")
 """The first one that computes what the model's own attention does is used."""
-REQUESTABLE = ("flex", "flex_small", "flex_dynamic", "flash", "sdpa", "one_by_one")
+REQUESTABLE = (*AUTOMATIC_CUDA_BACKENDS, "one_by_one")
 """Values of VALENCE_ATTENTION. one_by_one: each sequence separately, by the model's own attention.
 """
 
@@ -369,8 +325,8 @@ def layout_inputs(
     """Return the arguments of the model's forward that a backend needs besides the segment table,
     to be shared by all layers. windows: those of the layers, 0 for none.
     """
-    if is_flex(backend):
-        return {"visible": visible(prefix_tree, windows, device, backend)}
+    if backend == "flex":
+        return {"visible": visible(prefix_tree, windows, device)}
     if backend == "flash":
         return {"runs": packed_runs(segments_of(prefix_tree), device)}
     return {}
@@ -415,19 +371,20 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
-    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention on a CPU by the backends ``cpu``, the compiled kernel, or ``products``: plain
+    """Attention on a CPU by the compiled kernel or, for inputs that it does not support, by plain
     products in float32 (float64 for float64 inputs; with bfloat16 operands for bfloat16 inputs).
+    The operator chooses when it runs, because compiled programs are stored on disk and may run
+    where the kernel cannot.
 
     q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v], and log sum exp(score)
-    over the visible keys of each query [H, T], minus infinity from ``products``, which does not
+    over the visible keys of each query [H, T], minus infinity from plain products, which do not
     need it. window, softcap: 0 for none. The scores are not kept: the backward pass computes them
     again.
     """
     k, v = _with_memory(k, v)
     segments = segments_of(prefix_tree)
-    if _resolve(backend, q, v, softcap) == "cpu":
+    if not native.attention_unsupported(q, v, softcap):
         out, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
         return out.transpose(0, 1)[None], lse
     out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3]).transpose(0, 1)
@@ -442,10 +399,6 @@ def attend(
     return out.transpose(0, 1)[None], q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
 
 
-def _resolve(backend: str, q: Tensor, v: Tensor, softcap: float) -> str:
-    return choose_cpu_backend(q, v, softcap) if backend == "auto" else backend
-
-
 @attend.register_fake
 def _(
     q: Tensor,
@@ -455,10 +408,7 @@ def _(
     scale: float,
     window: int,
     softcap: float,
-    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    # The same shapes for both backends: compiled programs are stored on disk, and may run where
-    # another backend is chosen.
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]), q.new_empty(
         q.shape[1:3], dtype=torch.float32
     )
@@ -476,14 +426,13 @@ def attend_backward(
     scale: float,
     window: int,
     softcap: float,
-    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. out, lse: results of ``attend``; grad[1, T, H, D_v].
 
     The gradients of keys and values are summed in float32 over all queries.
     """
     segments = segments_of(prefix_tree)
-    if _resolve(backend, q, v, softcap) == "cpu":
+    if not native.attention_unsupported(q, v, softcap):
         d_q, d_k, d_v = native.backward(
             q[0],
             k[0],
@@ -538,7 +487,6 @@ def _(
     scale: float,
     window: int,
     softcap: float,
-    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_q = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     return d_q, *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
@@ -551,7 +499,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *attend_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 5
+    return *attend_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 4
 
 
 attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from valence.models.adapters import is_adapter_weight
 from valence.models.quantized import states
 
 if TYPE_CHECKING:
@@ -74,11 +75,7 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
     weights = {
         _name_in_base(name): weight
         for name, weight in {**model.state_dict(), **states(model)}.items()
-        # modules_to_save: for example a head that is trained with the adapter
-        if adapter
-        or not (
-            name in trained or any(part in name for part in ("lora_", ".modules_to_save.", DELTA))
-        )
+        if adapter or not (name in trained or is_adapter_weight(name))
     }
     names = sorted(weights)
     for name, content in zip(names, _contents(weights[name] for name in names), strict=True):
@@ -87,10 +84,6 @@ def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
                 f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content
             )
     return Digests(model_hash.hexdigest()[:32], weights_hash.hexdigest()[:32])
-
-
-DELTA = ".token_adapter.trainable_tokens_"
-"""Part of the names of PEFT's weights for single trained tokens of an embedding."""
 
 
 def _name_in_base(name: str) -> str:

@@ -5,7 +5,7 @@ on CUDA.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any
 
 import torch
 import torch._dynamo.config
@@ -22,41 +22,20 @@ MAX_PROGRAMS = 8192
 """Limit of compiled programs: one for each size with and without a gradient, and for each pair of
 sizes of two passes.
 """
-SMALL_TILES = {
-    "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 1, "fwd_num_warps": 4,
-    "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16,
-    "bwd_num_stages": 1, "bwd_num_warps": 4,
-}  # fmt: skip
-"""Kernel options for devices with less shared memory than PyTorch's defaults need. The backward
-pass has PyTorch's own tiles for float32, its smallest.
-"""
-FlexVariant = Literal["flex", "flex_small", "flex_dynamic"]
-"""PyTorch's default tiles and a program for each size; small tiles; a program for all sizes."""
-
-
-def is_flex(backend: str) -> TypeGuard[FlexVariant]:
-    """Return whether a backend of attention is a variant of FlexAttention."""
-    return backend in get_args(FlexVariant)
+KERNEL_OPTIONS = {"ROWS_GUARANTEED_SAFE": True}
+"""Every query attends at least to itself, so that no row of scores is empty."""
 
 
 class Visible:
-    """Block masks of one pass for all layers, one for each window (0: none) of the layers.
-
-    variant: how FlexAttention computes attention with them.
-    """
+    """Block masks of one pass for all layers, one for each window (0: none) of the layers."""
 
     def __init__(
-        self,
-        segments: SegmentTable,
-        windows: tuple[int, ...],
-        device: torch.device,
-        variant: FlexVariant = "flex",
+        self, segments: SegmentTable, windows: tuple[int, ...], device: torch.device
     ) -> None:
         enter, leave, depth = sent(_columns(segments), device)
         spans = sorted((start, end) for start, end, _, is_query in segments if is_query)
         queries = sent(torch.cat([torch.arange(*span) for span in spans]), device)
         self.masks = {window: _mask(enter, leave, depth, queries, window) for window in windows}
-        self.variant: FlexVariant = variant
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
@@ -71,15 +50,10 @@ class Visible:
     ) -> Tensor:
         """The same, compiled."""
         raise_recompile_limits()
-        with (
-            # Compiled layers keep less for their backward pass (see ``compiling``), which would
-            # compute attention twice.
-            torch._functorch.config.patch(activation_memory_budget=1.0),
-            # With dynamic sizes, the scale would be a tensor of the host otherwise.
-            torch._dynamo.config.patch(specialize_float=True),
-        ):
-            compiled = _compiled(self.variant == "flex_dynamic")
-            return compiled(q, k, v, **self._options(q, k, scale, window, softcap))
+        # Compiled layers keep less for their backward pass (see ``compiling``), which would compute
+        # attention twice.
+        with torch._functorch.config.patch(activation_memory_budget=1.0):
+            return _compiled()(q, k, v, **self._options(q, k, scale, window, softcap))
 
     def _options(
         self, q: Tensor, k: Tensor, scale: float, window: int, softcap: float
@@ -92,55 +66,32 @@ class Visible:
             "block_mask": self.masks[window],
             "scale": scale,
             "enable_gqa": q.shape[1] != k.shape[1],
-            "kernel_options": kernel_options(self.variant, q.shape[2], k.shape[2]),
+            "kernel_options": KERNEL_OPTIONS,
         }
 
 
 @lru_cache(maxsize=2)
-def _visible(
-    segments: SegmentTable, windows: tuple[int, ...], device: torch.device, variant: FlexVariant
-) -> Visible:
+def _visible(segments: SegmentTable, windows: tuple[int, ...], device: torch.device) -> Visible:
     with torch.inference_mode(False):  # the result is cached for passes with a gradient too
-        return Visible(segments, windows, device, variant)
+        return Visible(segments, windows, device)
 
 
-def visible(
-    prefix_tree: Tensor,
-    windows: tuple[int, ...],
-    device: torch.device,
-    variant: FlexVariant = "flex",
-) -> Visible:
+def visible(prefix_tree: Tensor, windows: tuple[int, ...], device: torch.device) -> Visible:
     """Return the block masks of a pass; cached, since a reference often follows the policy.
 
     prefix_tree: the segment table of ``layout.py``.
     """
-    return _visible(segments_of(prefix_tree), windows, device, variant)
-
-
-def kernel_options(variant: FlexVariant, queries: int, keys: int) -> dict[str, Any]:
-    """Return the options of FlexAttention's kernels for these numbers of rows.
-
-    Every query attends at least to itself, so that no row of scores is empty. A program for all
-    sizes cannot know whether they are multiples of its blocks; those of ``padded_size`` are.
-    """
-    options: dict[str, Any] = {"ROWS_GUARANTEED_SAFE": True}
-    if variant == "flex_small":
-        options |= SMALL_TILES
-    if variant == "flex_dynamic" and queries % BLOCK == keys % BLOCK == 0:
-        options["IS_DIVISIBLE"] = True
-    return options
+    return _visible(segments_of(prefix_tree), windows, device)
 
 
 @cache
-def _compiled(is_dynamic: bool) -> Any:
-    """Return FlexAttention with one compiled program for each size, or for all sizes.
+def _compiled() -> Any:
+    """Return FlexAttention with one compiled program for each size.
 
     fullgraph: beyond its limit of programs the compiler would otherwise silently compute attention
     without a kernel, with all scores in memory at once.
     """
-    return torch.compile(
-        flex_attention, dynamic=is_dynamic, fullgraph=True, options=compiler_options()
-    )
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, options=compiler_options())
 
 
 def compiler_options() -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from valence.errors import UserError, install_command
+from valence.errors import UserError
 from valence.models import gradients, native
 from valence.models.adapters import active_module
 from valence.models.products import bfloat16_operands
@@ -115,7 +115,7 @@ class Head:
         ``entropy``), both float32 (float64 for a float64 model). Raises UserError when the backend
         that was requested by name cannot compute them.
         """
-        backend = HEAD_BACKENDS[choose_head_backend(self, hidden, entropy)]
+        backend = HEAD_BACKENDS[choose_head_backend(self, hidden)]
         # Autocast would round the products to bfloat16.
         with torch.autocast(hidden.device.type, enabled=False):
             return backend.log_probs(self, hidden, target, entropy)
@@ -164,7 +164,7 @@ class Head:
 class HeadBackend(Protocol):
     """An implementation of log softmax(logits)[target] and of the entropy, with gradients."""
 
-    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
         """Return the reason why this backend cannot compute the head of hidden[N, h] here, or None
         if it can.
 
@@ -243,8 +243,10 @@ class TritonKernels(TorchKernels):
     """One pass over the logits in a Triton kernel instead of ten."""
 
     def unsupported(self, head: Head, hidden: Tensor) -> str | None:
-        if reason := _triton_unsupported(hidden):
-            return reason
+        if not has_triton():
+            return "triton is not installed"
+        if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            return "its kernels need a CUDA device"
         if torch.promote_types(torch.float32, head.local_weights[0].dtype) != torch.float32:
             return "its kernels support float32, not float64"
         return None
@@ -304,7 +306,7 @@ class TiledBackend:
 
     kernels: TorchKernels
 
-    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
         if not head.is_linear:
             return "the head has an adapter"
         return self.kernels.unsupported(head, hidden)
@@ -328,7 +330,7 @@ class LayerBackend:
     pass: for adapters on the head.
     """
 
-    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
+    def unsupported(self, head: Head, hidden: Tensor) -> str | None:
         return "the vocabulary is split over processes" if head.group else None
 
     def log_probs(
@@ -353,43 +355,6 @@ class LayerBackend:
         return logps, entropies if entropy else None
 
 
-class LigerBackend:
-    """Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989), without reduction.
-
-    It computes logits in the dtype of its operands, so only float32 operands give float32 logits.
-    Its kernels for entropy and soft-cap could not be compared with the oracle
-    (dev/decisions/0047-liger-and-kernel-backends.md).
-    """
-
-    def unsupported(self, head: Head, hidden: Tensor, entropy: bool) -> str | None:
-        if not head.is_linear or head.group:
-            return "the head has an adapter, or its vocabulary is split over processes"
-        if entropy or head.softcap is not None:
-            return "it supports neither the entropy nor a soft-cap"
-        if head.rounds_to_bfloat16 or head.local_weights[0].dtype != torch.float32:
-            return "it needs float32 weights and matrix multiplications"
-        if find_spec("liger_kernel") is None:
-            return f"liger-kernel is not installed: {install_command('liger')}"
-        return _triton_unsupported(hidden)
-
-    def log_probs(
-        self, head: Head, hidden: Tensor, target: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-            LigerFusedLinearCrossEntropyFunction,
-        )
-
-        weight, bias = head.local_weights
-        if not len(hidden):  # Liger divides by the number of rows
-            return _logps_of_no_rows(hidden, weight, bias), None
-        if head.slope != 1.0:
-            hidden, bias = hidden * head.slope, None if bias is None else bias * head.slope
-        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-            hidden, weight, target, bias, None, -100, 0.0, 0.0, "none"
-        )
-        return -loss, None
-
-
 def _logps_of_no_rows(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return an empty tensor with zero gradients: where processes share the tokens of a row, every
     process must run backward through the head and the layers.
@@ -405,23 +370,20 @@ HEAD_BACKENDS: dict[str, HeadBackend] = {
     "triton": TiledBackend(TritonKernels()),
     "torch": TiledBackend(TorchKernels()),
     "layer": LayerBackend(),
-    "liger": LigerBackend(),
 }
 AUTOMATIC_BACKENDS = {"cpu": ("cpu", "torch", "layer"), "cuda": ("triton", "torch", "layer")}
 """The first one that supports a call computes it."""
 
 
-def choose_head_backend(head: Head, hidden: Tensor, entropy: bool = False) -> str:
+def choose_head_backend(head: Head, hidden: Tensor) -> str:
     """Return the name of the backend that computes the head of hidden[N, h].
 
     Raises UserError when the head requests a backend by name which cannot compute it.
     """
     if head.backend == "auto":
         names = AUTOMATIC_BACKENDS.get(hidden.device.type, ("torch", "layer"))
-        return next(
-            name for name in names if not HEAD_BACKENDS[name].unsupported(head, hidden, entropy)
-        )
-    if reason := HEAD_BACKENDS[head.backend].unsupported(head, hidden, entropy):
+        return next(name for name in names if not HEAD_BACKENDS[name].unsupported(head, hidden))
+    if reason := HEAD_BACKENDS[head.backend].unsupported(head, hidden):
         raise UserError(
             f"the backend {head.backend} cannot compute this head: {reason}",
             code="head-backend-unsupported",
@@ -442,7 +404,7 @@ def requested_head_backend() -> str:
             f"there is no head backend {name!r}",
             code="environment-variable-invalid",
             where="VALENCE_HEAD",
-            fix=f"set it to auto, {', '.join(list(HEAD_BACKENDS)[:-1])} or liger, or unset it",
+            fix=f"set it to auto or one of {', '.join(HEAD_BACKENDS)}, or unset it",
         )
     return name
 
@@ -451,15 +413,6 @@ def requested_head_backend() -> str:
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return find_spec("triton") is not None
-
-
-def _triton_unsupported(hidden: Tensor) -> str | None:
-    """Return why Triton's kernels cannot run on the device of this tensor, or None."""
-    if not has_triton():
-        return "triton is not installed"
-    if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return "its kernels need a CUDA device"
-    return None
 
 
 # ---------------------------------------------------------------- computation in tiles

@@ -140,9 +140,7 @@ class PolicyModel(nn.Module):
     head_backend: str | None
     """Name of the backend that computed the head most recently (``head.HEAD_BACKENDS``)."""
     attention_backend: str
-    """Name of the backend of packed attention (``attention.ATTENTION_BACKENDS``); "auto": chosen by
-    each call.
-    """
+    """Name of the backend of packed attention (see ``attention.attention_candidates``)."""
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -332,7 +330,7 @@ class PolicyModel(nn.Module):
                 temperature=self.temperature,
                 backend=self.requested_head_backend,
             )
-            self.head_backend = choose_head_backend(head, hidden.states, "entropy" in want)
+            self.head_backend = choose_head_backend(head, hidden.states)
             critic = self.critic if "value" in want else None
             critic_hidden = (
                 hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)

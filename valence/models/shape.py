@@ -1,4 +1,4 @@
-"""Count the weights of a model before they are loaded, to estimate memory and time."""
+"""Count the weights of a model, to estimate memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from valence.models.adapters import planned_adapter
+from valence.models.adapters import has_adapter, is_adapter_weight, planned_adapter
 from valence.models.loading import load_config, loading
 from valence.models.quantized import countable
-from valence.models.scores import is_reward_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,11 @@ class Shape:
     """Sizes of a causal model and of the part of it that trains.
 
     ``parameters``, ``trained``: all weights, and those that train.
-    ``linear``: weights of the decoder's layers that multiply each token (of experts, only the
-    selected ones).
     ``layers``, ``hidden``: number of layers, and hidden size.
-    ``inner``: size inside a feed-forward layer, over the selected experts.
-    ``heads``, ``keys``: size of the queries and of the keys of an attention layer, over all heads.
+    ``keys``: size of the keys of an attention layer, over all heads.
+    ``operands``: numbers per token that the matrices of all layers read and write (of experts, only
+    the selected ones).
+    ``matrix``: weights of the largest matrix of a layer.
     ``vocabulary``: outputs of the head (the scores of a reward model).
     ``adapted``: summed input sizes of all linear layers with an adapter.
     ``largest``: weights of the decoder's largest layer.
@@ -43,12 +42,11 @@ class Shape:
 
     parameters: int
     trained: int
-    linear: int
     layers: int
     hidden: int
-    inner: int
-    heads: int
     vocabulary: int
+    operands: int
+    matrix: int = 0
     adapted: int = 0
     largest: int = 0
     outside: int = 0
@@ -83,100 +81,82 @@ def skeleton(
         return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a loaded model on the meta device, without adapters.
-
-    The modules are copied, not built again: the class may have another constructor than those of
-    transformers, and may have been changed since. Hooks are left out, and what FSDP keeps in
-    modules.
-    """
-    memo: dict[int, Any] = {}
-    for weight in model.parameters():
-        quantized: Any = getattr(weight, "quant_state", None)
-        shape = weight.shape if quantized is None else quantized.shape
-        dtype = weight.dtype if quantized is None else quantized.dtype
-        bare = torch.empty(shape, dtype=dtype, device="meta")
-        memo[id(weight)] = nn.Parameter(bare, weight.requires_grad)
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    modules = list(model.modules())
-    for module in modules:
-        # FSDP replaces a module's class by one that cannot be copied.
-        kind = next(
-            base
-            for base in type(module).__mro__
-            if not base.__module__.startswith("torch.distributed.")
-        )
-        memo[id(module)] = object.__new__(kind)
-        nn.Module.__init__(memo[id(module)])
-    for module in modules:
-        attributes = {
-            name: value
-            for name, value in vars(module).items()
-            if "_hooks" not in name and not name.startswith("__")
-        }
-        vars(memo[id(module)]).update(copy.deepcopy(attributes, memo))
-    copied: nn.Module = memo[id(model)]
-    for path, module in list(copied.named_modules()):
-        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
-        if isinstance(inner, nn.Module):
-            parent, _, name = path.rpartition(".")
-            setattr(copied.get_submodule(parent), name, inner)
-    return copied.requires_grad_(True)
-
-
 def shape_of(
     model: nn.Module, *, lora: Any = None, adapter: str | None = None, quantize: bool = False
 ) -> Shape:
-    """Count the weights of a model on the meta device. The model may be modified.
+    """Count the weights of a model, loaded or on the meta device.
 
-    lora, adapter: as for ``build_policy``. quantize: as for ``load_model``. Raises UserError when
-    the adapter does not fit.
+    lora, adapter: as for ``build_policy``; a model on the meta device gets the adapter, of another
+    model without one a copy on the meta device. quantize: as for ``load_model``. Raises UserError
+    when the adapter does not fit.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator]
-    experts: int = _first_value(config, "num_experts_per_tok") or 1
-    inner: int = (
-        _first_value(config, "moe_intermediate_size", "intermediate_size") or 4 * config.hidden_size
-    )
     head_size: int = (
         _first_value(config, "head_dim") or config.hidden_size // config.num_attention_heads
     )
-    trained = parameters = sum(p.numel() for p in model.parameters())
-    linear, adapted, adapter_outputs, scaled = _linear_weights(model, experts), 0, 0, 0
-    trained_model: nn.Module = model
+    vocabulary: int = config.num_labels if hasattr(model, "score") else config.vocab_size
     layers = decoder_layers(model)
-    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    quantized = countable(layers) if quantize else 0
-    if lora is not None or adapter is not None:
-        trained_model = planned = planned_adapter(model, lora, adapter)
-        trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
-        adapted = sum(
-            p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
-        )
-        adapter_outputs = sum(
-            p.shape[0] for name, p in planned.named_parameters() if "lora_B" in name and p.ndim == 2
-        )
-        scaled = sum(
-            p.numel() for name, p in planned.named_parameters() if "lora_magnitude" in name
-        )
+    layer_shapes = [_base_shapes(layer) for layer in layers]
+    layer_sizes = [sum(shape.numel() for shape in shapes) for shapes in layer_shapes]
+    trained = parameters = sum(shape.numel() for shape in _base_shapes(model))
+    # 3-dimensional weights have one matrix per expert
+    matrices = [shape for shapes in layer_shapes for shape in shapes if len(shape) in (2, 3)]
+    experts: int = _first_value(config, "num_experts_per_tok") or 1
+    quantized = 0
+    if quantize:
+        packed = [w for w in model.parameters() if getattr(w, "quant_state", None) is not None]
+        quantized = sum(_unpacked_shape(w).numel() for w in packed) or countable(layers)
+    if (lora is not None or adapter is not None) and not has_adapter(model):
+        model = planned_adapter(_on_meta(model), lora, adapter)
+    adapter_shapes = [(name, p) for name, p in model.named_parameters() if "lora_" in name]
+    if has_adapter(model):
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Shape(
         parameters=parameters,
         trained=trained,
-        linear=linear,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        inner=inner * experts,
-        heads=head_size * config.num_attention_heads,
-        vocabulary=config.num_labels if is_reward_model(model) else config.vocab_size,
-        adapted=adapted,
-        adapter_outputs=adapter_outputs,
+        vocabulary=vocabulary,
+        operands=sum(sum(s[-2:]) * (experts if len(s) == 3 else 1) for s in matrices),
+        matrix=max((s.numel() for s in matrices if len(s) == 2), default=0),
+        adapted=sum(p.shape[1] for name, p in adapter_shapes if "lora_A" in name and p.ndim == 2),
+        adapter_outputs=sum(
+            p.shape[0] for name, p in adapter_shapes if "lora_B" in name and p.ndim == 2
+        ),
         largest=max(layer_sizes, default=0),
         outside=parameters - sum(layer_sizes),
         quantized=quantized,
-        scaled=scaled,
-        matrices=sum(p.numel() for p in hidden_matrices(trained_model).values()),
+        scaled=sum(p.numel() for name, p in adapter_shapes if "lora_magnitude" in name),
+        matrices=sum(p.numel() for p in hidden_matrices(model).values()),
         keys=head_size
         * (_first_value(config, "num_key_value_heads") or config.num_attention_heads),
     )
+
+
+def _base_shapes(module: nn.Module) -> list[torch.Size]:
+    """Return the shapes of all weights outside an adapter, before quantization."""
+    return [
+        _unpacked_shape(weight)
+        for name, weight in module.named_parameters()
+        if not is_adapter_weight(name)
+    ]
+
+
+def _unpacked_shape(weight: Any) -> torch.Size:
+    """Return the shape of a weight before it was quantized."""
+    return (getattr(weight, "quant_state", None) or weight).shape
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without its weights; the model itself if it has none."""
+    if all(weight.is_meta for weight in model.parameters()):
+        return model
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for weight in model.parameters():
+        dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+        bare = torch.empty(_unpacked_shape(weight), dtype=dtype, device="meta")
+        memo[id(weight)] = nn.Parameter(bare, weight.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -208,22 +188,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == count
     )
     return layers or list(next(lists, ()))
-
-
-def _linear_weights(model: Any, experts: int) -> int:
-    """Return the number of weights that multiply a token, without embeddings and the head.
-
-    experts: the number of experts that a token is routed to.
-    """
-    head = model.get_output_embeddings()
-    tables = [
-        module for module in model.modules() if isinstance(module, nn.Embedding) or module is head
-    ]
-    excluded = {id(p) for module in tables for p in module.parameters()}
-    weights = [p for p in model.parameters() if id(p) not in excluded]
-    # 3-dimensional weights have one matrix per expert
-    stacked = [p.numel() // p.shape[0] * experts for p in weights if p.ndim == 3]
-    return sum(stacked) + sum(p.numel() for p in weights if p.ndim == 2)
 
 
 def _first_value(config: Any, *names: str) -> int | None:

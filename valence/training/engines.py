@@ -22,7 +22,7 @@ from valence.batching.micro_batches import make_micro_batches
 from valence.distributed.process_group import Group, SingleProcess, ignore
 from valence.errors import UserError
 from valence.models.adapters import has_adapter, largest_rank, save_adapter
-from valence.models.shape import shape_of, skeleton_of
+from valence.models.shape import shape_of
 from valence.rollouts import Sampling
 from valence.rollouts.client import ServerGone
 from valence.rollouts.protocol import Named, Pair, Served
@@ -550,6 +550,6 @@ def make_policy_engine(prepared: Prepared, state: TrainState) -> PolicySampler:
         prepared.encoder,
         version=lambda: state.step,
         batch_size=prepared.completions_per_batch(
-            shape_of(skeleton_of(state.policy.causal)), state.policy.device
+            shape_of(state.policy.causal), state.policy.device
         ),
     )

@@ -29,7 +29,7 @@ from valence.models.memory import (
     predict,
     sampling_bytes,
 )
-from valence.models.shape import Shape, skeleton, skeleton_of
+from valence.models.shape import Shape, shape_of, skeleton
 from valence.reports.run_record import is_run
 from valence.rewards.build import list_reward_models
 from valence.rollouts.servers import Placement, place_server
@@ -181,10 +181,8 @@ def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
     return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
 
 
-def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
-    """This model, or that of the recipe, without weights."""
-    if model is not None:
-        return skeleton_of(model)
+def skeleton_of_recipe(prepared: Prepared) -> nn.Module:
+    """The model of the recipe on the meta device."""
     spec = prepared.recipe.model
     scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
     return skeleton(
@@ -193,6 +191,12 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
         gguf_file=spec.gguf_file,
         num_scores=scores,
     )
+
+
+def shape_of_run(prepared: Prepared, model: nn.Module) -> Shape:
+    """Count the weights of a model, loaded or not, with the adapter that the recipe adds."""
+    spec = prepared.recipe.model
+    return shape_of(model, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
 
 
 def memory_of(

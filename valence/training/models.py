@@ -49,7 +49,7 @@ from valence.models.quantized import is_quantized
 from valence.models.reference import FrozenReference, Reference
 from valence.models.router import check_router
 from valence.models.scores import is_reward_model
-from valence.models.shape import Shape, decoder_layers, shape_of
+from valence.models.shape import Shape, decoder_layers
 from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
 from valence.models.weights import check_loaded_weights
@@ -60,8 +60,9 @@ from valence.training.memory import (
     choose_checkpointing,
     choose_split,
     fits_on_one_device,
-    layers_of,
     min_free_memory,
+    shape_of_run,
+    skeleton_of_recipe,
 )
 from valence.training.plan import pays_to_compile
 from valence.training.prepare import Prepared
@@ -346,13 +347,7 @@ def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
 
 
 def _shape(prepared: Prepared, model: nn.Module | None) -> Shape:
-    spec = prepared.recipe.model
-    return shape_of(
-        layers_of(prepared, model),
-        lora=spec.lora,
-        adapter=spec.adapter,
-        quantize=spec.quantize is not None,
-    )
+    return shape_of_run(prepared, skeleton_of_recipe(prepared) if model is None else model)
 
 
 def _checkpointing(

@@ -1,4 +1,4 @@
-"""Estimate a run before it starts: steps, tokens, memory, time and the size of micro-batches."""
+"""Estimate a run before it starts: steps, tokens, memory and the size of micro-batches."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import StepPacker
-from valence.config.needs import read_of_tokens
 from valence.data.sampler import Sampler
 from valence.data.tokenized_dataset import TokenizedDataset
 from valence.distributed.launcher import usable_cores
 from valence.distributed.process_group import Group, SingleProcess
 from valence.distributed.tensor_parallel import check_tensor_parallel
 from valence.errors import UserError
-from valence.methods import Method
-from valence.models import speed
 from valence.models.build import DTYPES, best_device, check_vocabulary
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.compiling import why_not
+from valence.models.dtypes import slow_dtype
 from valence.models.memory import Memory, Split, free_memory
 from valence.models.policy_model import PolicyModel
-from valence.models.shape import Shape, shape_of
-from valence.models.speed import Work
-from valence.reports.formatting import duration
+from valence.models.shape import Shape
 from valence.rollouts.servers import Placement
 from valence.training.memory import (
     MARGIN,
@@ -41,13 +36,13 @@ from valence.training.memory import (
     choose_checkpointing,
     choose_split,
     fits_on_one_device,
-    layers_of,
     memory_of,
     min_free_memory,
     num_shards,
     plan_server,
-    sampled_in,
     server_share,
+    shape_of_run,
+    skeleton_of_recipe,
 )
 from valence.training.optim import optimizer_class
 from valence.training.prepare import Prepared
@@ -57,8 +52,6 @@ MIN_OPERATIONS_TO_COMPILE = {"cpu": 2e14, "cuda": 1e17}
 """Operations of a run, about five minutes, above which compiling layers saves time."""
 MAX_TOKENS = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # larger micro-batches are not faster
 MIN_SERVER = 1.2  # memory of a server, in multiples of its weights
-STEPS_COUNTED = 4  # steps whose operations are counted
-ROWS_COUNTED = 512  # rows of an evaluation whose operations are counted
 
 
 @dataclass(frozen=True)
@@ -119,161 +112,8 @@ class Plan:
         order = np.argsort(_num_rows(sampler.units), kind="stable")[-sampler.batch_size :]
         longest = [sampler.units[i] for i in order.tolist()]
         # a prefix that sequences share is computed once
-        step = int(_work(longest).tokens)
+        step = len(StepPacker(longest).tree.tokens)
         return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
-
-    @cached_property
-    def work(self) -> list[list[tuple[Method, Work, Work]]]:
-        """Work of some steps: for each method, with and without gradient."""
-        prepared = self.prepared
-        parts = [
-            (prepared.method, prepared.planned),
-            *((part.method, part.sampler) for part in prepared.mixed),
-        ]
-        numbers = range(0, prepared.total_steps, -(-prepared.total_steps // STEPS_COUNTED))
-        return [
-            [self._work_of(method, sampler, number) for method, sampler in parts]
-            for number in numbers
-        ]
-
-    def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
-        return method, *self._work_of_units(
-            method, [sampler.units[i] for i in sampler.step(number)[0]]
-        )
-
-    def _work_of_units(
-        self, method: Method, units: Sequence[TokenizedExample]
-    ) -> tuple[Work, Work]:
-        """Work of the examples, and of the KL pairs that they need."""
-        example_work, sequences = _work(units), list(units)
-        if method.needs_kl_pairs:
-            sequences += make_kl_pairs_in_groups(
-                units, len(units), "next", max_length=self.prepared.recipe.data.max_length
-            )
-        return example_work, _work(sequences) - example_work
-
-    def seconds(self, *, again: bool = False) -> float:
-        """Estimated seconds per step, from its operations and this machine's matrix products.
-
-        again: in later epochs, when the reference's log-probabilities are cached.
-        """
-        is_cached = again and self._keeps_reference
-        operations = [
-            speed.step(
-                self.shape,
-                trained,
-                measured,
-                *(
-                    (measured,)
-                    if is_cached
-                    else (trained, measured)
-                    if method.asks_reference
-                    else ()
-                ),
-                checkpointing=self.checkpointing,
-            )
-            + (self._rollout_operations(trained) if method.online else 0)
-            for step in self.work
-            for method, trained, measured in step
-        ]
-        return sum(operations) / len(self.work) / self._rate / self.processes
-
-    @property
-    def _rate(self) -> float:
-        """Operations per second of a process."""
-        dtype = DTYPES[self.prepared.recipe.model.dtype]
-        return speed.EFFICIENCY[dtype] * speed.matmul_rate(
-            self.device, dtype, self.shape.hidden, self.shape.inner
-        )
-
-    @property
-    def _keeps_reference(self) -> bool:
-        """Whether the reference's log-probabilities of a row are computed only once."""
-        recipe = self.prepared.recipe
-        return (
-            recipe.reference.cache != "off"
-            and recipe.reference.sync_every is None
-            and not recipe.reward
-        )
-
-    @property
-    def evaluations(self) -> int:
-        """Number of evaluations on data.eval."""
-        prepared, recipe = self.prepared, self.prepared.recipe.eval
-        if "eval" not in prepared.corpora:
-            return 0
-        every, steps = prepared.evaluation_interval, prepared.total_steps
-        return -(-steps // every) + recipe.at_start
-
-    @property
-    def evaluation_seconds(self) -> float:
-        """Estimated seconds of all evaluations: held-out, test and training rows.
-
-        0 for online methods, which sample completions first.
-        """
-        prepared, recipe = self.prepared, self.prepared.recipe
-        if prepared.method.online:
-            return 0.0
-        operations = 0.0
-        if times := self.evaluations:
-            held_out = prepared.corpora["eval"].units[: recipe.eval.max_examples]
-            operations += self._evaluation_operations(held_out)
-            operations += (times - 1) * self._evaluation_operations(
-                held_out, is_cached=self._keeps_reference
-            )
-        if "test" in prepared.corpora:
-            operations += self._evaluation_operations(prepared.corpora["test"].units)
-        if limit := recipe.eval.train_examples:
-            operations += self._evaluation_operations(prepared.corpora["train"].units[:limit])
-        return operations / self._rate / self.processes
-
-    def _evaluation_operations(
-        self, units: Sequence[TokenizedExample], *, is_cached: bool = False
-    ) -> float:
-        """Operations of one evaluation. is_cached: the reference's log-probabilities are stored."""
-        counted, method = units[:ROWS_COUNTED], self.prepared.method
-        matched, mismatched = self._work_of_units(method, counted)
-        num_models = 2 if method.asks_reference and not is_cached else 1
-        operations = speed.forward(self.shape, matched) + speed.forward(self.shape, mismatched)
-        return num_models * operations * len(units) / len(counted)
-
-    def _rollout_operations(self, trained: Work) -> float:
-        """Additional operations of an online step: log-probs of rollouts, and the value model."""
-        prepared, recipe = self.prepared, self.prepared.recipe
-        measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(
-            self.shape, trained
-        )
-        headless = replace(self.shape, vocabulary=0)
-        values = (
-            speed.step(headless, trained, checkpointing=self.checkpointing)
-            if prepared.has_separate_value_model
-            else 0
-        )
-        return measured / recipe.rollout.num_epochs + values
-
-    @property
-    def round_seconds(self) -> float | None:
-        """Estimated seconds to sample a round of completions of maximum length.
-
-        None if a server samples them.
-        """
-        rollouts = self.prepared.rollouts(self.shape, self.device)
-        if rollouts is None:
-            return None
-        rows, prompt, new = rollouts
-        recipe = self.prepared.recipe
-        samplers = self.processes // self.split.tensor
-        batches = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * samplers))
-        return batches * speed.sampling(
-            self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device)
-        )
-
-    @property
-    def total_seconds(self) -> float:
-        """Estimated seconds of all steps."""
-        steps = self.prepared.total_steps
-        first = min(steps, self.prepared.steps_per_epoch)
-        return first * self.seconds() + (steps - first) * self.seconds(again=True)
 
 
 def make_plan(
@@ -296,15 +136,14 @@ def make_plan(
     does not support checkpointing or the split.
     """
     group = group or SingleProcess()
-    recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
+    recipe, device = prepared.recipe, best_device()
     with prepared.source.placing():
         check_offload(recipe, device)
-        bare = layers_of(prepared, model)
-        check_vocabulary(bare, prepared.tokenizer)
-        check_tensor_parallel(bare, recipe.parallel.tensor)
-        shape = shape_of(
-            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
-        )
+        skeleton = skeleton_of_recipe(prepared) if model is None else model
+        if checkpointing is None:
+            check_vocabulary(skeleton, prepared.tokenizer)
+            check_tensor_parallel(skeleton, recipe.parallel.tensor)
+        shape = shape_of_run(prepared, skeleton)
         free = min_free_memory(free_memory(device), device, group)
         split = choose_split(
             recipe,
@@ -321,7 +160,8 @@ def make_plan(
         mode = checkpointing or choose_checkpointing(
             prepared, shape, device, split, free, group.size
         )
-        recompute_layers(bare, mode, device)
+        if model is None:
+            recompute_layers(skeleton, mode, device)
         memory = memory_of(
             prepared,
             shape,
@@ -390,9 +230,7 @@ def planned_server_share(prepared: Prepared, policy: PolicyModel, processes: int
     server = plan_server(recipe, device, processes)
     if server is None:
         return None
-    spec = recipe.model
-    bare = layers_of(prepared, policy.causal)
-    shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+    shape = shape_of_run(prepared, policy.causal)
     ways = num_shards(recipe, processes) if policy.is_sharded else 1
     parallel = recipe.parallel
     split = Split(ways, parallel.tensor, context=parallel.context)
@@ -417,7 +255,7 @@ def crowding(processes: int) -> str:
 
 
 def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
-    """Lines to print: steps, tokens, weights, and estimates of memory and time.
+    """Lines to print: steps, tokens, weights, and an estimate of memory.
 
     in_detail: also mention the sequences without gradient.
     """
@@ -461,7 +299,6 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
         *_describe_host_memory(plan),
         *_describe_server(plan),
-        *_describe_times(plan),
     ]
     if prepared.source.settings.get(
         "loss.desirable_weight", prepared.source.settings["method"]
@@ -484,7 +321,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
             f"the longest row has {longest:,} tokens, more than train.micro_batch_tokens: each "
             "such row is a micro-batch by itself"
         )
-    if warning := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
+    if warning := slow_dtype(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(warning)
     return lines
 
@@ -563,28 +400,6 @@ def _describe_server(plan: Plan) -> Iterator[str]:
         )
 
 
-def _describe_times(plan: Plan) -> list[str]:
-    prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
-    steps, measuring = plan.total_seconds, plan.evaluation_seconds
-    count = prepared.total_steps
-    parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())}"
-    if count > prepared.steps_per_epoch and plan.seconds(again=True) < plan.seconds():
-        parts += " in the first epoch, and less when reference log-probabilities are cached"
-    parts += f", {duration(measuring)} for evaluation" if measuring else ""
-    excluded = "sampling, scoring, evaluation, " if prepared.method.online else ""
-    lines = [
-        f"time: about {duration(steps + measuring)} ({parts}), without {excluded}loading the "
-        f"model and writing files"
-    ]
-    if (seconds := plan.round_seconds) is not None:
-        rounds = -(-prepared.total_steps // rollout.steps_per_round)
-        lines.append(
-            f"sampling: up to about {duration(seconds)} per round, {duration(rounds * seconds)} "
-            f"in total, if every completion has {rollout.max_new_tokens:,} tokens"
-        )
-    return lines
-
-
 def _describe_host_memory(plan: Plan) -> list[str]:
     host = plan.memory.host
     per_process = " each" if plan.processes > 1 else ""
@@ -633,16 +448,6 @@ def _num_rows(units: Sequence[TokenizedExample]) -> NDArray[np.int64]:
 def _rows(unit: TokenizedExample) -> int:
     """Tokens computed for an example, whose completions share their prompt."""
     return len(unit.prompt_ids) + sum(len(answer.ids) for answer in unit.answers)
-
-
-def _work(units: Sequence[TokenizedExample]) -> Work:
-    """Work of one pass over these examples as a single micro-batch."""
-    tree = StepPacker(units).tree
-    return Work(
-        tokens=len(tree.tokens),
-        scored=float(tree.loss_mask.sum()),
-        pairs=float((tree.position_ids + 1).sum()),
-    )
 
 
 def _gigabytes(size: float) -> str:

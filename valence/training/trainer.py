@@ -20,8 +20,8 @@ from torch import Tensor
 from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, naming_arguments
-from valence.models import speed
 from valence.models.build import DTYPES
+from valence.models.dtypes import slow_dtype
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, SyncedReference
 from valence.reports.console import Dashboard, Progress
@@ -324,7 +324,7 @@ class Trainer:
             self.messages.note_once(f"model.lora.dropout {depends}")
         if recipe.train.router_aux_loss > 0:
             self.messages.note_once(f"train.router_aux_loss {depends}")
-        if note := speed.slow(self.policy.device, DTYPES[recipe.model.dtype]):
+        if note := slow_dtype(self.policy.device, DTYPES[recipe.model.dtype]):
             self.messages.record_note(note)  # printed with the plan
         if warmup_steps(recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.messages.note_once(
