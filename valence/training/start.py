@@ -325,8 +325,9 @@ def _print_plan(
     else:
         show_audit(prepared, console)
     plan = make_plan(prepared, model, group, sharded=previous.sharded if previous else None)
-    for line in describe(plan) if not previous else ():
-        say(line)
+    if not (previous or prints_only_warnings(console)):  # the description reads all rows
+        for line in describe(plan):
+            say(line)
     return plan.micro_batch_tokens, plan.split.ways > 1
 
 
