@@ -19,7 +19,6 @@ from benchmarks.reward_server.hash_reward import hash_score
 from valence.apps.serve.http_limits import open_socket
 from valence.apps.serve.reward_batches import Limits
 from valence.apps.serve.reward_server import Service, web_server
-from valence.rewards.cache import MAX_SCORES
 from valence.types import Completion, Score
 
 http_request = partial(httpx.request, verify=ssl.create_default_context())
@@ -96,14 +95,12 @@ def served(
 
 
 @contextmanager
-def served_as_command(
-    target: str, *overrides: str, limits: Limits = Limits(), keep: int = MAX_SCORES
-) -> Iterator[Served]:
+def served_as_command(target: str, *overrides: str, limits: Limits = Limits()) -> Iterator[Served]:
     """A server of what the command would serve."""
     from valence.cli.serve_reward import reward_service
 
     with served_service(
-        reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)
+        reward_service(target, list(overrides), limits, token=None, ends=None)
     ) as server:
         yield server
 

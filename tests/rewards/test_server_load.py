@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,8 @@ from tests.tiny_models import tiny
 from valence import cli
 from valence.apps.serve import reward_batches
 from valence.apps.serve.reward_batches import Batcher, Limits
-from valence.cli.serve_reward import reward_service
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
-from valence.rewards.cache import MAX_SCORES
 from valence.rewards.calls import FailedCall
 from valence.types import Completion, Score
 
@@ -413,19 +410,6 @@ def test_a_rule_reads_the_label() -> None:
         ] == [1]
         # without labels there is nothing to compare with, and so no number
         assert server.post(**body).status_code == 500
-
-
-def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(reward_service).parameters["keep"].default == MAX_SCORES
-    for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
-        file = tmp_path / f"{keep}.txt"
-        words = ("deterministic=true", f"settings.file={file}")
-        with served_as_command(
-            "tests.rewards.served_functions:counted", *words, keep=keep
-        ) as server:
-            for text in ("x", "y", "x", "y", "y") if not keep else ("x", "x", "y", "y", "y"):
-                assert server.post(query=[text]).json()["rewards"] == [1.0]
-        assert file.read_text().split() == again
 
 
 def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
-from valence.rewards.cache import MAX_SCORES
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
@@ -55,12 +54,10 @@ def reward_service(
     *,
     token: str | None,
     ends: list[str] | None,
-    keep: int = MAX_SCORES,
 ) -> Service:
     """Load the reward. Raises UserError if it cannot be served.
 
     overrides: settings of the reward. Its concurrency and batch_size limit the calls of the server.
-    keep: scores of a deterministic reward that are kept in memory.
     """
     from valence.apps.serve.reward_server import ENDS, Service
     from valence.apps.serve.reward_workers import WorkerPool
@@ -120,7 +117,7 @@ def reward_service(
         pools.append(pool)
         return pool
 
-    reward = reward_of([spec], model=model, function=function, keep=keep)
+    reward = reward_of([spec], model=model, function=function)
     return Service(
         reward, limits, token=token, reads_query=bool(loaded), ends=ENDS if ends is None else ends,
         probe=pools[0].probe if pools else None,

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from valence.apps.serve.http_limits import RETRY, RequestError
 from valence.rewards.calls import FailedCall, call_reward, checked
 from valence.rewards.threads import Background
 from valence.types import Completion, Reward, Score
@@ -50,10 +51,6 @@ class Limits:
     timeout: float = 60.0
     max_waiting: int = 16384
     rate: float | None = None
-
-
-class Busy(Exception):
-    """Too many completions are waiting to score another request in time."""
 
 
 class ServerMetrics:
@@ -186,9 +183,9 @@ class Batcher:
         )
 
     def submit(self, completions: Sequence[Completion]) -> Job:
-        """Queue completions. Raises Busy if too many wait."""
+        """Queue completions. Raises RequestError if too many wait."""
         if self.waiting and len(self.waiting) + len(completions) > self.limits.max_waiting:
-            raise Busy
+            raise RequestError(503, f"{len(self.waiting)} answers are already waiting", RETRY)
         job = Job(completions, asyncio.get_running_loop().create_future())
         if not completions:
             job.result.set_result([])

@@ -26,7 +26,7 @@ from valence.apps.serve.http_limits import (
     limited_server,
     open_socket,
 )
-from valence.apps.serve.reward_batches import MAX_WAIT, Batcher, Busy, Limits, Rate
+from valence.apps.serve.reward_batches import MAX_WAIT, Batcher, Limits, Rate
 from valence.errors import field_problem
 from valence.types import Completion, Reward, Score, content_id
 from valence.version import __version__
@@ -164,12 +164,7 @@ class Service:
 
     async def rewards(self, request: "Request") -> RewardsResponse:
         """Raises RequestError, also if the client disconnects."""
-        completions = await self.read(request)
-        try:
-            job = self.batcher.submit(completions)
-        except Busy:
-            error = f"{len(self.batcher.waiting)} answers are already waiting"
-            raise RequestError(503, error, {"Retry-After": "1"}) from None
+        job = self.batcher.submit(await self.read(request))
         disconnect = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait(

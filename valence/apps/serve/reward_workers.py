@@ -246,21 +246,9 @@ class WorkerPool:
 
     async def _keep_worker(self, worker: Worker | None) -> None:
         """Keep one worker while the pool is open: start another whenever it ends."""
-        failures = 0
         while True:
-            if worker is None:
-                try:
-                    async with asyncio.timeout(START_SECONDS):
-                        worker, facts = await self._start_worker()
-                    self._adopt(worker, facts)
-                except (UserError, WorkerEnded, TimeoutError) as error:
-                    self._trouble = f"the worker process cannot start: {_reason(error)}"
-                    self.log(self._trouble)
-                    await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
-                    failures += 1
-                    worker = None
-                    continue
-            failures, self._trouble = 0, "the worker process is restarting"
+            worker = worker or await self._replacement()
+            self._trouble = "the worker process is restarting"
             self.workers.append(worker)
             self._changed.set()
             replies = asyncio.create_task(worker.distribute_replies())
@@ -271,6 +259,21 @@ class WorkerPool:
                 self.workers.remove(worker)
                 await asyncio.gather(replies, return_exceptions=True)
             worker = None
+
+    async def _replacement(self) -> Worker:
+        """Start another worker. Tries again until that succeeds."""
+        failures = 0
+        while True:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    worker, facts = await self._start_worker()
+                self._adopt(worker, facts)
+                return worker
+            except (UserError, WorkerEnded, TimeoutError) as error:
+                self._trouble = f"the worker process cannot start: {_reason(error)}"
+                self.log(self._trouble)
+                await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
+                failures += 1
 
     def _adopt(self, worker: Worker, facts: Mapping[str, Any]) -> None:
         """Compare the facts of a replacement with those of the other workers.
@@ -323,13 +326,11 @@ class WorkerPool:
         return self._trouble
 
     async def _attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        for _ in range(MAX_REPEATS if self._capacity > 1 else 0):
-            with contextlib.suppress(WorkerEnded):  # perhaps because of another call in it
+        num_repeats = MAX_REPEATS if self._capacity > 1 else 0
+        for _ in range(1 + num_repeats):  # another call may have ended the process
+            with contextlib.suppress(WorkerEnded):
                 return await self._call(completions)
-        try:
-            return await self._call(completions)
-        except WorkerEnded:
-            raise RewardError(f"the worker process ended during the call ({self.target})") from None
+        raise RewardError(f"the worker process ended during the call ({self.target})")
 
     async def _call(self, completions: Sequence[Completion]) -> list[Score]:
         """Raises RewardError and WorkerEnded."""
