@@ -244,11 +244,8 @@ class Service:
             scored = [{"index": k, "reward": value} for k, value in values.items()]
             raise RequestError(500, error, details={"failed": failed, "scored": scored})
         numbers = list(values.values())
-        names = (
-            [name for name in scores[0].parts if all(name in s.parts for s in scores)]
-            if scores
-            else []
-        )
+        first_parts = scores[0].parts if scores else {}
+        names = [name for name in first_parts if all(name in s.parts for s in scores)]
         return RewardsResponse(
             rewards=numbers,
             scores=numbers,
