@@ -36,10 +36,9 @@ def serve_reward(
     from valence.apps.serve.reward_batches import Limits
     from valence.apps.serve.reward_server import serve
 
-    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    service = reward_service(target, overrides, Limits(**given), token=token, ends=ends)
+    changes: dict[str, Any] = {k: value for k, value in limits.items() if value is not None}
     serve(
-        service,
+        reward_service(target, overrides, Limits(**changes), token=token, ends=ends),
         host=host,
         port=port,
         allowed_hosts=allowed_hosts,
