@@ -93,14 +93,17 @@ async def _answer(
 ) -> None:
     with restored_working_directory():
         (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
+    is_hung = False
     if isinstance(scores, RewardError):
-        is_hung = scores.late and not scores.passes  # the server kills this process
+        is_hung = scores.late and not scores.passes
         reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
     elif isinstance(scores, BaseException):  # a defect must not end other calls
         reply = {"failed": f"raised {describe_error(scores)}", "late": False, "hung": False}
     else:
         reply = {"scores": [_encode(score) for score in scores]}
     _send(connection, {"id": number, **reply})
+    if is_hung:  # end before calls that this one blocks fail as well; the server repeats them
+        os._exit(1)
 
 
 def _encode(score: Score) -> list[Any]:
