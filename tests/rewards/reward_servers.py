@@ -16,9 +16,9 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.hash_reward import hash_score
+from valence.apps.serve.http_limits import open_socket
 from valence.apps.serve.reward_batches import Limits
-from valence.apps.serve.reward_server import Service, listening, web_server
-from valence.rewards.cache import MAX_SCORES
+from valence.apps.serve.reward_server import Service, web_server
 from valence.types import Completion, Score
 
 http_request = partial(httpx.request, verify=ssl.create_default_context())
@@ -95,14 +95,12 @@ def served(
 
 
 @contextmanager
-def served_as_command(
-    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MAX_SCORES
-) -> Iterator[Served]:
+def served_as_command(target: str, *overrides: str, limits: Limits = Limits()) -> Iterator[Served]:
     """A server of what the command would serve."""
     from valence.cli.serve_reward import reward_service
 
     with served_service(
-        reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)
+        reward_service(target, list(overrides), limits, token=None, ends=None)
     ) as server:
         yield server
 
@@ -110,7 +108,7 @@ def served_as_command(
 @contextmanager
 def served_service(service: Service, is_ready: bool = True, **web: Any) -> Iterator[Served]:
     lines = list[str]()
-    with listening("127.0.0.1", 0, guarded=False) as place:
+    with open_socket("127.0.0.1", 0, has_tokens=False) as place:
         server = web_server(service, place, log=lines.append, **web)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
         thread.start()

@@ -26,8 +26,10 @@ from tests.rewards.reward_servers import (
     http_request,
     served,
 )
+from valence.apps.serve import reward_batches, reward_server
+from valence.apps.serve.http_limits import open_socket
 from valence.apps.serve.reward_batches import Limits, Rate
-from valence.apps.serve.reward_server import ENDS, listening, split_query
+from valence.apps.serve.reward_server import ENDS, MAX_ITEMS, split_query
 from valence.types import Completion, Score
 
 JSON = {"content-type": "application/json"}
@@ -35,10 +37,10 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
-    with served(
-        Numbers(), Limits(max_wait=0.0, max_items=50, max_body=100_000, timeout=5.0)
-    ) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_server, "MAX_BODY", 100_000)
+        with served(Numbers(), Limits(timeout=5.0)) as server:
+            yield server
 
 
 # What is read and given
@@ -88,7 +90,7 @@ def test_a_reward_is_given_prompt_answer_and_label(plain: Served) -> None:
 
 
 def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
-    with served(Numbers(), Limits(max_wait=0.0), reads_query=True) as server:
+    with served(Numbers(), reads_query=True) as server:
         query = "<s>What? Paris</s>"
         assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [
             hash_score(query)
@@ -129,7 +131,7 @@ def test_the_answer_is_what_follows_the_prompt(query: str, prompt: str, answer: 
 
 def test_other_texts_may_end_an_answer() -> None:
     assert split_query("q a STOP", "q ", ("STOP",)) == "a "
-    with served(Numbers(), Limits(max_wait=0.0), ends=("STOP",)) as server:
+    with served(Numbers(), ends=("STOP",)) as server:
         result = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
     assert result["rewards"] == [hash_score("a"), hash_score("a</s>")]
 
@@ -140,14 +142,14 @@ def test_parts_that_all_answers_have_are_told() -> None:
             1.0, {"length": float(len(c.text)), **({"rare": 2.0} if c.text == "b" else {})}
         )
 
-    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+    with served(Numbers(score)) as server:
         assert server.post(query=["a", "bb"]).json()["extra_logs"] == {"length": [1.0, 2.0]}
         assert server.post(query=["b"]).json()["extra_logs"] == {"length": [1.0], "rare": [2.0]}
 
 
 def test_numbers_arrive_as_they_are() -> None:
     values = [0.1 + 0.2, -1e-308, 1.7976931348623157e308, -0.0, 3]
-    with served(Numbers(lambda c: Score(values[int(c.text)])), Limits(max_wait=0.0)) as server:
+    with served(Numbers(lambda c: Score(values[int(c.text)]))) as server:
         result = server.post(query=[str(i) for i in range(5)]).json()["rewards"]
     assert list(map(repr, result)) == list(map(repr, map(float, values)))
 
@@ -245,8 +247,12 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
     assert plain.post(query=["still there"]).status_code == 200
 
 
-def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
-    with served(Numbers(), Limits(max_wait=0.0, max_body=1000, timeout=20.0)) as server:
+def test_many_large_bodies_at_a_time_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reward_server, "MAX_BODY", 1000)
+    monkeypatch.setattr(reward_server, "MAX_BODIES", 8000)
+    with served(Numbers(), Limits(timeout=20.0)) as server:
         begun = [server.raw() for _ in range(8)]
         for connection in begun:
             head = (
@@ -262,10 +268,10 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
 
 
 def test_too_many_answers(plain: Served) -> None:
-    assert plain.post(query=["a"] * 50).status_code == 200
-    result = plain.post(query=["a"] * 51)
+    assert plain.post(query=["a"] * MAX_ITEMS).status_code == 200
+    result = plain.post(query=["a"] * (MAX_ITEMS + 1))
     assert result.status_code == 413
-    assert has_words(result.json()["error"], 51, 50)
+    assert has_words(result.json()["error"], MAX_ITEMS + 1, MAX_ITEMS)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
@@ -295,7 +301,7 @@ def test_a_client_has_its_share_of_requests() -> None:
 
 
 def test_too_many_requests_are_told_when_to_come_back() -> None:
-    with served(Numbers(), Limits(max_wait=0.0, rate=1.0)) as server:
+    with served(Numbers(), Limits(rate=1.0)) as server:
         assert server.post(query=["a"]).status_code == 200
         result = server.post(query=["a"])
         assert (result.status_code, result.headers["retry-after"]) == (429, "1")
@@ -304,7 +310,7 @@ def test_too_many_requests_are_told_when_to_come_back() -> None:
 
 def test_only_so_many_answers_wait() -> None:
     gate = threading.Event()
-    with served(Numbers(gate=gate), Limits(max_batch=1, max_wait=0.0, max_waiting=3)) as server:
+    with served(Numbers(gate=gate), Limits(max_batch=1, max_waiting=3)) as server:
         results = list[httpx.Response]()
         threads = [
             threading.Thread(target=lambda: results.append(server.post(query=["a"] * 2)))
@@ -329,7 +335,7 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
     compared = list[tuple[Any, Any]]()
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
-    with served(Numbers(), Limits(max_wait=0.0), token="s3cret-é") as server:
+    with served(Numbers(), token="s3cret-é") as server:
 
         def status(path: str, header: bytes | None) -> int:
             headers = [
@@ -367,15 +373,15 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_other_machines_are_served_only_with_a_token(host: str) -> None:
-    with raises_error("server-token-missing", where="--host", fix="--token-env"):
-        listening(host, 0, guarded=False)
+    with raises_error("server-token-missing", where="--host"):
+        open_socket(host, 0, has_tokens=False)
     if host != "::":
-        listening(host, 0, guarded=True).close()
+        open_socket(host, 0, has_tokens=True).close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_this_machine_is_served_without(host: str) -> None:
-    with listening(host, 0, guarded=False) as place:
+    with open_socket(host, 0, has_tokens=False) as place:
         assert place.getsockname()[0].startswith("127.")
 
 
@@ -383,7 +389,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with raises_error("server-cannot-listen", where=f"--port {port}", fix="--port"):
-            listening("127.0.0.1", port, guarded=False)
+            open_socket("127.0.0.1", port, has_tokens=False)
 
 
 # What it tells of itself
@@ -393,7 +399,7 @@ def test_health_and_metrics() -> None:
     def score(c: Completion) -> Score:
         return Score(None, error="no") if c.text == "bad" else Score(1.0)
 
-    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+    with served(Numbers(score)) as server:
         server.post(query=["a", "b", "c"])
         server.post(query=["a", "bad"])
         server.post(query="malformed")
@@ -421,7 +427,7 @@ def test_health_and_metrics() -> None:
 
 
 def test_it_prints_its_address_and_how_many_answers_it_scored() -> None:
-    with served(Numbers(), Limits(max_wait=0.0, max_batch=7)) as server:
+    with served(Numbers(), Limits(max_batch=7)) as server:
         server.post(query=["a", "b"])
     assert has_words(server.lines[0], "numbers", f"{server.url}/get_reward", 7)
     assert re.findall(r"\d+", server.lines[-1]) == ["2", "0"]
@@ -454,7 +460,7 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
         value: Any = values.get(c.text, hash_score(c.text))
         return Score(value)
 
-    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+    with served(Numbers(score)) as server:
         for bad in values:
             result = server.post(query=["a", bad, "b", bad])
             assert result.status_code == 500
@@ -493,7 +499,9 @@ class Broken:
 
 
 @pytest.mark.parametrize("mode", ["raises", "leaves", "fewer", "more", "none"])
-def test_a_call_that_fails_as_a_whole_concerns_only_its_request(mode: str) -> None:
+def test_a_call_that_fails_as_a_whole_concerns_only_its_request(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three requests are scored in one call.
 
     That with the answer that breaks it fails; the others do not notice.
@@ -508,7 +516,8 @@ def test_a_call_that_fails_as_a_whole_concerns_only_its_request(mode: str) -> No
                 )
             )
 
-    with served(Broken(mode), Limits(max_wait=0.3)) as server:
+    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.3)
+    with served(Broken(mode)) as server:
         first, second, third = asyncio.run(ask(server.url))
         assert server.post(query=["e"]).json()["rewards"] == [hash_score("e")]
     assert [first.json()["rewards"], third.json()["rewards"]] == [

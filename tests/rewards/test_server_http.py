@@ -15,6 +15,7 @@ import pytest
 
 from tests.rewards.kit import wait_for
 from tests.rewards.reward_servers import Numbers, Served, hash_score, http_get, served
+from valence.apps.serve import http_limits, reward_server
 from valence.apps.serve.http_limits import MAX_HEADERS, host_names, is_allowed_host
 from valence.apps.serve.reward_batches import Limits
 
@@ -26,14 +27,16 @@ GOOD = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
-    with served(Numbers(), Limits(max_wait=0.0, max_body=100_000, timeout=5.0)) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_server, "MAX_BODY", 100_000)
+        with served(Numbers(), Limits(timeout=5.0)) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Served]:
     """Closes connections that are slow after 0.5 s."""
-    with served(Numbers(), Limits(max_wait=0.0, timeout=0.5)) as server:
+    with served(Numbers(), Limits(timeout=0.5)) as server:
         yield server
 
 
@@ -120,7 +123,7 @@ def test_heads_have_so_many_bytes_and_so_many_headers(plain: Served) -> None:
 
 
 def test_the_limit_holds_before_the_token_is_asked_for() -> None:
-    with served(Numbers(), Limits(max_wait=0.0), token="s3cret") as server:
+    with served(Numbers(), token="s3cret") as server:
         reply = exchange(server, POST + b"x: " + b"y" * 66_000 + b"\r\n\r\n")
         assert status(reply) == 431
         assert "error" in json.loads(reply.partition(b"\r\n\r\n")[2])
@@ -174,13 +177,12 @@ def test_a_client_that_does_not_read_is_left(hasty: Served) -> None:
     still_serves(hasty)
 
 
-def test_idle_connections_do_not_keep_others_out() -> None:
+def test_idle_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond what may be open at a time the one that has been idle for longest is closed, never one
     with a request.
     """
-    with served(
-        Numbers(), Limits(max_wait=0.0, timeout=30.0), web={"max_connections": 20}
-    ) as server:
+    monkeypatch.setattr(http_limits, "raise_connection_limit", lambda: 20)
+    with served(Numbers(), Limits(timeout=30.0)) as server:
         with contextlib.ExitStack() as stack:
             slow = stack.enter_context(server.raw())
             slow.sendall(GOOD[:-1])
@@ -259,9 +261,7 @@ def test_requests_to_other_names_are_refused(plain: Served) -> None:
     assert status(exchange(plain, two)) in (400, 421)
     assert status(exchange(plain, GOOD.replace(b"host: localhost\r\n", b""))) == 400
     assert status(exchange(plain, b"GET /health HTTP/1.0\r\n\r\n")) == 200  # as load balancers ask
-    with served(
-        Numbers(), Limits(max_wait=0.0), web={"allowed_hosts": ["judge.example"]}
-    ) as server:
+    with served(Numbers(), web={"allowed_hosts": ["judge.example"]}) as server:
         for name, expected in ((b"judge.example:80", 200), (b"evil.example", 421)):
             request = GET.replace(b"localhost", name) + b"connection: close\r\n\r\n"
             assert status(exchange(server, request)) == expected

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ from tests.rewards.reward_servers import (
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
+from valence.apps.serve import reward_batches
 from valence.apps.serve.reward_batches import Batcher, Limits
-from valence.cli.serve_reward import reward_service
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
-from valence.rewards.cache import MAX_SCORES
 from valence.rewards.calls import FailedCall
 from valence.types import Completion, Score
 
@@ -141,16 +139,12 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         async def close(self) -> None:
             pass
 
-    async def ask(batcher: Batcher, numbers: Sequence[int]) -> list[Score | None]:
+    async def ask(batcher: Batcher, numbers: Sequence[int]) -> list[Score]:
         await rounds_of_the_loop(draw.randrange(6))
-        job = batcher.submit([answer(str(n)) for n in numbers])
-        await job.done.wait()
-        return job.scores
+        return await batcher.submit([answer(str(n)) for n in numbers]).result
 
-    async def run() -> list[tuple[Sequence[int], list[Score | None]]]:
-        batcher = Batcher(
-            Any_(), Limits(max_batch=max_batch, max_wait=0.0005, concurrency=concurrency)
-        )
+    async def run() -> list[tuple[Sequence[int], list[Score]]]:
+        batcher = Batcher(Any_(), Limits(max_batch=max_batch, concurrency=concurrency))
         await batcher.start()
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         requests = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -159,9 +153,10 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         assert not batcher.waiting
         return list(zip(requests, outcome, strict=True))
 
-    for numbers, result in asyncio.run(run()):
-        scores = [score for score in result if score is not None]
-        assert len(scores) == len(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_batches, "MAX_WAIT", 0.0005)
+        results = asyncio.run(run())
+    for numbers, scores in results:
         for n, score in zip(numbers, scores, strict=True):
             if n in bad or (fails != "failed scores" and bad & set(numbers)):
                 assert score.value is None or (score.value == n and n not in bad)
@@ -181,7 +176,7 @@ def test_a_slow_reward_has_a_deadline(blocks: bool) -> None:
     What comes too late is nobody's score, and the next request has its own.
     """
     gate = threading.Event()
-    with served(Numbers(gate=gate, blocks=blocks), Limits(max_wait=0.0, timeout=0.4)) as server:
+    with served(Numbers(gate=gate, blocks=blocks), Limits(timeout=0.4)) as server:
         late = server.post(query=["late", "later"])
         assert late.status_code == 504
         assert has_words(late.json()["error"], 2, "0.4 s")
@@ -206,9 +201,7 @@ def test_why_a_server_is_not_ready_is_shown_to_those_who_have_the_token() -> Non
     async def probe() -> str:
         return "it failed: secret.py:7"
 
-    with served(
-        Numbers(), Limits(max_wait=0.0), token="s3cret", is_ready=False, probe=probe
-    ) as server:
+    with served(Numbers(), token="s3cret", is_ready=False, probe=probe) as server:
         for headers, shown in (
             ({}, {}),
             ({"authorization": "Bearer s3cret"}, {"reason": "it failed: secret.py:7"}),
@@ -224,7 +217,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
         b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\n"
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
-    with served(Numbers(gate=gate), Limits(max_wait=0.0)) as server:
+    with served(Numbers(gate=gate)) as server:
         first = threading.Thread(target=lambda: server.post(query=["first"]))
         first.start()
         wait_for(lambda: len(server.reward.calls) == 1)
@@ -232,7 +225,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
             connection.sendall(head + body)
             wait_for(lambda: len(server.service.batcher.waiting) == 1)
             (waiting,) = server.service.batcher.waiting
-        wait_for(lambda: waiting[0].gone)
+        wait_for(waiting[0].result.cancelled)
         gate.set()
         first.join()
         assert server.post(query=["second"]).status_code == 200
@@ -243,7 +236,7 @@ def test_answers_of_a_client_that_left_are_not_scored() -> None:
 
 def test_calls_are_as_many_as_may_be_at_a_time() -> None:
     gate = threading.Event()
-    with served(Numbers(gate=gate), Limits(max_batch=1, max_wait=0.0, concurrency=3)) as server:
+    with served(Numbers(gate=gate), Limits(max_batch=1, concurrency=3)) as server:
         thread = threading.Thread(target=lambda: server.post(query=["a"] * 5))
         thread.start()
         wait_for(lambda: len(server.reward.calls) == 3)
@@ -417,19 +410,6 @@ def test_a_rule_reads_the_label() -> None:
         ] == [1]
         # without labels there is nothing to compare with, and so no number
         assert server.post(**body).status_code == 500
-
-
-def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
-    assert signature(reward_service).parameters["keep"].default == MAX_SCORES
-    for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
-        file = tmp_path / f"{keep}.txt"
-        words = ("deterministic=true", f"settings.file={file}")
-        with served_as_command(
-            "tests.rewards.served_functions:counted", *words, keep=keep
-        ) as server:
-            for text in ("x", "y", "x", "y", "y") if not keep else ("x", "x", "y", "y", "y"):
-                assert server.post(query=[text]).json()["rewards"] == [1.0]
-        assert file.read_text().split() == again
 
 
 def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:

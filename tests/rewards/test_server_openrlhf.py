@@ -21,7 +21,6 @@ from examples.demo.assets import cache_folder
 from tests.rewards.kit import wait_for
 from tests.rewards.openrlhf_side import LABELS, PROMPTS, QUERIES
 from tests.rewards.reward_servers import Numbers, served
-from valence.apps.serve.reward_batches import Limits
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
 from valence.types import Completion, Score
@@ -99,8 +98,8 @@ def fails(c: Completion) -> Score:
 def test_its_clients_have_our_scores_or_none(aiohttp: str) -> None:
     """Where an answer has no score they ask five times and raise, or leave it without a reward."""
     with (
-        served(Numbers(judged), Limits(max_wait=0.0)) as good,
-        served(Numbers(fails), Limits(max_wait=0.0)) as bad,
+        served(Numbers(judged)) as good,
+        served(Numbers(fails)) as bad,
     ):
         result, failed = ask(aiohttp, f"{good.url}/get_reward", f"{bad.url}/get_reward")
         calls = [(c.prompt, c.text, dict(c.info)) for call in good.reward.calls for c in call]

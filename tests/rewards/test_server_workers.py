@@ -26,6 +26,7 @@ from tests.errors import raises_error
 from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
+from valence.apps.serve import reward_batches
 from valence.apps.serve.reward_batches import Limits
 
 FUNCTIONS = "tests.rewards.served_functions"
@@ -102,8 +103,11 @@ def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path
     "text",
     ["crash", *(pytest.param(text, marks=pytest.mark.slow) for text in ("exit", "leave", "huge"))],
 )
-def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
-    with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_wait=0.3)) as server:
+def test_a_request_that_ends_the_process_fails_alone(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.3)
+    with served_as_command(f"{FUNCTIONS}:obeys") as server:
         replies = parallel(server.url, [["a"], [text], ["b", "c"]])
         assert [status for status, _ in replies] == [200, 500, 200]
         assert replies[2][1]["rewards"] == [hash_score("b"), hash_score("c")]
@@ -116,12 +120,15 @@ def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["hang", "hang holding the interpreter"])
-def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
+def test_hanging_calls_are_killed_and_the_function_goes_on(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than a process can abandon; requests that come with one are scored all the
     same.
     """
+    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.2)
     with served_as_command(
-        f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(max_wait=0.2, timeout=60)
+        f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(timeout=60)
     ) as server:
         pids = set[float]()
         for _ in range(2 if " " in text else 10):
@@ -147,7 +154,7 @@ def hangs_for_long(server: Served, number: int) -> None:
 
 @pytest.mark.slow
 def test_a_server_all_of_whose_calls_hang_is_not_ready() -> None:
-    limits = Limits(max_wait=0.0, timeout=4.0, concurrency=2)
+    limits = Limits(timeout=4.0, concurrency=2)
     with served_as_command(
         f"{FUNCTIONS}:obeys", "timeout=4", "concurrency=2", limits=limits
     ) as server:
@@ -176,7 +183,7 @@ def test_a_server_all_of_whose_calls_hang_is_not_ready() -> None:
 @pytest.mark.slow
 def test_a_server_whose_queue_is_full_is_not_ready() -> None:
     with served_as_command(
-        f"{FUNCTIONS}:obeys", limits=Limits(max_batch=1, max_wait=0.0, max_waiting=2)
+        f"{FUNCTIONS}:obeys", limits=Limits(max_batch=1, max_waiting=2)
     ) as server:
         replies = list[Any]()
 
@@ -300,7 +307,7 @@ def test_workers_killed_during_calls_are_replaced() -> None:
 @pytest.mark.slow
 def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_alone() -> None:
     words = ("timeout=3", "concurrency=8")
-    limits = Limits(max_batch=1, max_wait=0.0, concurrency=8, timeout=60)
+    limits = Limits(max_batch=1, concurrency=8, timeout=60)
     with served_as_command(f"{FUNCTIONS}:obeys_later", *words, limits=limits) as server:
         replies = parallel(server.url, [["pid"]] * 8)
         assert len({tuple(reply["rewards"]) for _, reply in replies}) == 1

@@ -10,8 +10,8 @@ import pytest
 from tests.errors import raises_error
 from tests.serving.kit import Served
 from valence.apps.serve.app import log_error
-from valence.apps.serve.http_limits import host_names, is_allowed_host
-from valence.apps.serve.run import links_of, open_socket
+from valence.apps.serve.http_limits import host_names, is_allowed_host, open_socket
+from valence.apps.serve.run import links_of
 
 
 def test_small_parts_of_a_response_are_sent_at_once() -> None:

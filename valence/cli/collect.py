@@ -109,8 +109,9 @@ def collect(
     from valence.apps.serve.app import FeedbackService, log_error
     from valence.apps.serve.chat import ChatModel
     from valence.apps.serve.feedback import FeedbackStore
+    from valence.apps.serve.http_limits import open_socket
     from valence.apps.serve.prompts import PromptQueue
-    from valence.apps.serve.run import open_socket, serve
+    from valence.apps.serve.run import serve
     from valence.distributed.process_group import SingleProcess
     from valence.rollouts import Sampling
     from valence.training.open_run import open_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -24,9 +24,6 @@ from valence.cli.common import (
 from valence.cli.serve_reward import serve_reward, token_of
 from valence.errors import UserError
 from valence.terminal import escape_control, print_message, write_line
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_SHARE = 0.5
 REWARD_ONLY = ("timeout", "rate", "max_waiting", "end")
@@ -206,9 +203,9 @@ def serve(
     from valence.apps.serve.chat import ChatModel
     from valence.apps.serve.experiment import Experiment, ServedRun, ab_path
     from valence.apps.serve.feedback import FeedbackStore
+    from valence.apps.serve.http_limits import open_socket
     from valence.apps.serve.model_service import ModelService
     from valence.apps.serve.prompts import PromptQueue
-    from valence.apps.serve.run import open_socket
     from valence.apps.serve.run import serve as run_server
     from valence.distributed.process_group import SingleProcess
     from valence.models.digest import digests
@@ -236,7 +233,6 @@ def serve(
                 host,
                 8000 if port is None else port,
                 has_tokens=token is not None,
-                danger="other machines could use the model and vote",
                 fix="add --token-env NAME, or remove --host",
             )
         )

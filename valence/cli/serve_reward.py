@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from valence.errors import UserError
-from valence.rewards.cache import MAX_SCORES
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
@@ -37,10 +36,9 @@ def serve_reward(
     from valence.apps.serve.reward_batches import Limits
     from valence.apps.serve.reward_server import serve
 
-    fields: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    service = reward_service(target, overrides, Limits(**fields), token=token, ends=ends)
+    changes: dict[str, Any] = {k: value for k, value in limits.items() if value is not None}
     serve(
-        service,
+        reward_service(target, overrides, Limits(**changes), token=token, ends=ends),
         host=host,
         port=port,
         allowed_hosts=allowed_hosts,
@@ -55,12 +53,10 @@ def reward_service(
     *,
     token: str | None,
     ends: list[str] | None,
-    keep: int = MAX_SCORES,
 ) -> Service:
     """Load the reward. Raises UserError if it cannot be served.
 
     overrides: settings of the reward. Its concurrency and batch_size limit the calls of the server.
-    keep: scores of a deterministic reward that are kept in memory.
     """
     from valence.apps.serve.reward_server import ENDS, Service
     from valence.apps.serve.reward_workers import WorkerPool
@@ -120,7 +116,7 @@ def reward_service(
         pools.append(pool)
         return pool
 
-    reward = reward_of([spec], model=model, function=function, keep=keep)
+    reward = reward_of([spec], model=model, function=function)
     return Service(
         reward, limits, token=token, reads_query=bool(loaded), ends=ENDS if ends is None else ends,
         probe=pools[0].probe if pools else None,

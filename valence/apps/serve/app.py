@@ -3,7 +3,6 @@
 # functions.
 
 import asyncio
-import hmac
 import json
 import math
 import re
@@ -27,7 +26,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, new_id
 from valence.apps.serve.feedback import ComparisonResults, FeedbackStore, Winner
-from valence.apps.serve.http_limits import Application, BodyError, BodyReader, Receive, Send
+from valence.apps.serve.http_limits import (
+    CLIENT_LEFT,
+    Application,
+    BodyReader,
+    Receive,
+    RequestError,
+    Send,
+    has_token,
+    is_json,
+)
 from valence.apps.serve.prompts import PromptQueue
 from valence.errors import UserError, field_problem
 from valence.rollouts import Sampling
@@ -252,14 +260,9 @@ class WebService:
         """The rater with the bearer token of a request; None for an unknown one."""
         if not self.tokens:
             return ""
-        scheme, _, credentials = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        result = None
-        for token, rater in self.tokens.items():  # compare with all of them, in constant time
-            if hmac.compare_digest(credentials.encode("utf-8", "replace"), token.encode()):
-                result = rater
-        return result
+        # compare with all of them, so that the duration does not depend on the token
+        matches = [rater for token, rater in self.tokens.items() if has_token(authorization, token)]
+        return matches[0] if matches else None
 
     @property
     def token_fix(self) -> str:
@@ -476,9 +479,6 @@ class Gate:
     """Refuses requests without a valid token, or with a body that is too large or not JSON, before
     the body is read, and reads the body within limits. Adds the headers of the page to all
     responses.
-
-    Only JSON is accepted, because a web page of another site cannot send it without a preflight
-    request, which is refused.
     """
 
     def __init__(self, app: Application, service: WebService) -> None:
@@ -502,7 +502,6 @@ class Gate:
         is_open = scope["path"] in ("/", "/health") or scope["path"].startswith("/page/")
         rater = "" if is_open else self.service.rater(names.get("authorization", ""))
         length = names.get("content-length", "0")
-        kind = names.get("content-type", "").partition(";")[0].strip().lower()
         if rater is None:
             response = error_response(
                 401,
@@ -510,14 +509,14 @@ class Gate:
             )
         elif "transfer-encoding" in names or not length.isdecimal() or int(length) > MAX_BODY:
             response = error_response(413, f"the request has more than {MAX_BODY} bytes")
-        elif scope["method"] == "POST" and kind != "application/json":
+        elif scope["method"] == "POST" and not is_json(names.get("content-type", "")):
             response = error_response(415, "the body must be application/json")
         else:
             scope["rater"] = rater
             try:
                 bodies = [await self.bodies.read(receive)]
-            except BodyError as error:
-                response = error_response(error.status, error.message)
+            except RequestError as error:
+                response = error_response(error.status, error.error)
             else:
 
                 async def receive_again() -> MutableMapping[str, Any]:
@@ -791,7 +790,7 @@ async def _while_connected(request: "Request", work: Coroutine[Any, Any, T]) -> 
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HTTPException(499, "the client disconnected")
+            raise HTTPException(CLIENT_LEFT, "the client disconnected")
         return task.result()
     finally:
         task.cancel()

@@ -1,17 +1,23 @@
-"""Limits of a server on connections and request heads, before a client is authenticated."""
+"""The HTTP server of all services: its socket, its bearer token, and limits on hosts, headers,
+bodies and connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import hmac
 import ipaddress
 import json
 import re
 import resource
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from valence.errors import UserError
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -24,7 +30,14 @@ HEAD_SECONDS = 20.0
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 128
 """File descriptors that are reserved for other purposes than connections."""
-JSON_AND_CLOSE = [(b"content-type", b"application/json"), (b"connection", b"close")]
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none is closed while it is reused."""
+CLIENT_LEFT = 499
+"""Status of a request after its client has disconnected."""
+CLOSE, RETRY = {"Connection": "close"}, {"Retry-After": "1"}
+"""Headers of responses to clients that may still be sending, and to those that can try again."""
+DRAIN_FACTOR = 2
+"""A body that is too large is read to its end, up to this multiple of the limit."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -50,9 +63,7 @@ def is_allowed_host(header: str, names: frozenset[str]) -> bool:
     if "*" in names:
         return True
     match = HOST.fullmatch(header.strip().lower())
-    if match is None:
-        return False
-    name = match[1].rstrip(".")
+    name = match[1].rstrip(".") if match else ""
     if name in names or name.endswith(".localhost"):
         return True
     try:
@@ -71,42 +82,59 @@ class RequestGuard:
         self.app, self.names = app, names
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers: list[tuple[bytes, bytes]] = scope["headers"]
-            size = len(scope["raw_path"]) + len(scope["query_string"])
-            size += sum(len(name) + len(value) for name, value in headers)
-            if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-                error = (
-                    f"a request can have at most {MAX_HEADERS} headers with {MAX_HEADER_BYTES} "
-                    f"bytes in total"
-                )
-                await _refuse(send, 431, error)
-                return
-            names = {name for name, _ in headers}
-            if b"content-length" in names and b"transfer-encoding" in names:
-                # a proxy may use the other one
-                await _refuse(send, 400, "the body has both Content-Length and Transfer-Encoding")
-                return
-            hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-            if not all(is_allowed_host(host, self.names) for host in hosts):
-                error = "this host name is not allowed; add it with --allowed-host"
-                await _refuse(send, 421, error)
-                return
-        await self.app(scope, receive, send)
+        from starlette.responses import JSONResponse
+
+        app: Any = self.app
+        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+            status, error = problem
+            app = JSONResponse({"error": error}, status, {"connection": "close"})
+        await app(scope, receive, send)
+
+    def _problem(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
+        """The status and the error of a request that is refused."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            return 431, (
+                f"a request can have at most {MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes "
+                "in total"
+            )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            # a proxy may use the other one
+            return 400, "the body has both Content-Length and Transfer-Encoding"
+        hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+        if not all(is_allowed_host(host, self.names) for host in hosts):
+            return 421, "this host name is not allowed; add it with --allowed-host"
+        return None
 
 
-CLIENT_LEFT = 499
-"""Status of a request after its client has disconnected."""
-DRAIN_FACTOR = 2
-"""A body that is too large is read to its end, up to this multiple of the limit."""
+def has_token(authorization: str, token: str) -> bool:
+    """Whether an Authorization header, decoded as Latin-1, has this bearer token.
+
+    The duration of the comparison does not depend on the number of equal characters.
+    """
+    scheme, _, credentials = authorization.partition(" ")
+    is_equal = hmac.compare_digest(credentials.encode("latin-1"), token.encode())
+    return is_equal and scheme.lower() == "bearer"
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a Content-Type header is that of JSON.
+
+    Web pages cannot send JSON to other sites without a preflight request, which is refused.
+    """
+    return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 @dataclass(eq=False)
-class BodyError(Exception):
-    """Why a body was not read, with its HTTP status."""
+class RequestError(Exception):
+    """Why a request is refused. details: further fields of the response."""
 
     status: int
-    message: str
+    error: str
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(eq=False)
@@ -123,7 +151,7 @@ class BodyReader:
     """Bytes of the bodies that are being read."""
 
     async def read(self, receive: Receive) -> bytes:
-        """The body of a request. Raises BodyError.
+        """The body of a request. Raises RequestError.
 
         A slightly larger body is read to its end and dropped: a client that still writes does not
         see the reply.
@@ -134,7 +162,7 @@ class BodyReader:
                 while not is_complete and size <= DRAIN_FACTOR * self.limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise BodyError(CLIENT_LEFT, "the client disconnected")
+                        raise RequestError(CLIENT_LEFT, "the client disconnected")
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     self.num_bytes += len(part)
@@ -144,56 +172,94 @@ class BodyReader:
                         parts.clear()
                     is_complete = not message.get("more_body", False)
         except TimeoutError:
-            raise BodyError(408, f"the body was not complete after {self.seconds:g} s") from None
+            error = f"the body was not complete after {self.seconds:g} s"
+            raise RequestError(408, error, CLOSE) from None
         finally:
             self.num_bytes -= size
         if size > self.limit:
-            raise BodyError(413, f"the body has more than {self.limit} bytes")
+            raise RequestError(413, f"the body has more than {self.limit} bytes", CLOSE)
         if sum(map(len, parts)) < size:
-            raise BodyError(503, "too many large requests at the same time")
+            raise RequestError(503, "too many large requests at the same time", RETRY)
         return b"".join(parts)
 
 
-async def _refuse(send: Send, status: int, error: str) -> None:
-    body = json.dumps({"error": error}).encode()
-    headers = [*JSON_AND_CLOSE, (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def open_socket(
+    host: str,
+    port: int,
+    *,
+    has_tokens: bool,
+    danger: str = "other machines could use the model and vote",
+    fix: str = "remove --no-token or --host",
+) -> socket.socket:
+    """Open a listening socket.
+
+    danger: what other machines could do without a token. fix: how to prevent that. Raises UserError
+    if the port cannot be used, or if other machines could connect without a token.
+    """
+    try:
+        infos = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = infos[0]
+        is_local = all(
+            ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos
+        )
+        if not has_tokens and not is_local:
+            raise UserError(
+                f"without a token, {danger}",
+                code="server-token-missing",
+                where=f"--host {host}",
+                fix=fix,
+            )
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        # asyncio sets it only for sockets that have a protocol number; without it each small part
+        # of a response may wait 40 ms for the client's acknowledgement
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        fix = "use another --port (0: any free port), or stop the program that uses this port"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            fix = "set --host to an address of this machine, or to 0.0.0.0 for all of them"
+        elif error.errno == errno.EACCES:
+            fix = "use a --port of 1024 or more"
+        raise UserError(
+            f"cannot listen on this address: {error}",
+            code="server-cannot-listen",
+            where=f"--host {host} --port {port}",
+            fix=fix,
+        ) from error
 
 
 def raise_connection_limit() -> int:
     """Raise the limit of open files as far as allowed; return the number of connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MAX_CONNECTIONS + RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return (
-        MAX_CONNECTIONS
-        if soft == resource.RLIM_INFINITY
-        else max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
-    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (needed if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if soft < needed:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    return max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
 
 
 def limited_server(
     app: Any,
-    names: frozenset[str],
     *,
-    head_seconds: float = HEAD_SECONDS,
-    max_connections: int,
+    host: str,
+    allowed_hosts: Iterable[str],
     shutdown_seconds: int,
-    **options: Any,
+    head_seconds: float = HEAD_SECONDS,
 ) -> Server:
     """A web server with limits on hosts, headers and connections.
 
-    names: of ``host_names``. head_seconds: time limit of a request's head. shutdown_seconds: time
-    for running requests to finish. options: further settings of uvicorn.
+    host: the name that the socket was opened with. allowed_hosts: further names that clients may
+    use. shutdown_seconds: time for running requests to finish. head_seconds: time limit of a
+    request's head.
     """
     import uvicorn
 
     config = uvicorn.Config(
-        RequestGuard(app, names),
-        http=limited_protocol(head_seconds, max_connections),
+        RequestGuard(app, host_names(host, allowed_hosts)),
+        http=limited_protocol(head_seconds, raise_connection_limit()),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="on",
@@ -202,8 +268,8 @@ def limited_server(
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=shutdown_seconds,
-        **options,
     )
     return uvicorn.Server(config)
 
@@ -297,7 +363,11 @@ def limited_protocol(  # noqa: C901
                 self.transport.abort()
                 return
             body = json.dumps({"error": error}).encode()
-            headers = [*JSON_AND_CLOSE, (b"content-length", b"%d" % len(body))]
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"connection", b"close"),
+                (b"content-length", b"%d" % len(body)),
+            ]
             response = h11.Response(status_code=status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

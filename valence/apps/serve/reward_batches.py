@@ -12,14 +12,18 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from valence.rewards.calls import FailedCall, checked
+from valence.apps.serve.http_limits import RETRY, RequestError
+from valence.rewards.calls import FailedCall, call_reward, checked
 from valence.rewards.threads import Background
 from valence.types import Completion, Reward, Score
 from valence.user_code.attempt import describe_error
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 """Upper bounds of the histograms of durations, in seconds."""
+MAX_WAIT = 0.005
+"""Seconds that a completion waits for others to share its call."""
 MAX_CLIENTS = 4096
 """Maximum number of clients with a measured request rate."""
 CLOSE_SECONDS = 5.0
@@ -37,29 +41,16 @@ SLOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_batch: completions per call of the reward. max_wait: seconds that a completion waits for
-    others to share its call. concurrency: simultaneous calls. timeout: time limit of a request, in
-    seconds. max_items: completions per request. max_waiting: completions of all
-    requests that wait. max_body: bytes of one request; ``max_bodies``: of all that are being read.
-    rate: requests per second of one client; None: unlimited.
+    """max_batch: completions per call of the reward. concurrency: simultaneous calls. timeout: time
+    limit of a request, in seconds. max_waiting: completions of all requests that wait. rate:
+    requests per second of one client; None: unlimited.
     """
 
     max_batch: int = 64
-    max_wait: float = 0.005
     concurrency: int = 1
     timeout: float = 60.0
-    max_items: int = 1024
     max_waiting: int = 16384
-    max_body: int = 32_000_000
     rate: float | None = None
-
-    @property
-    def max_bodies(self) -> int:
-        return 8 * self.max_body
-
-
-class Busy(Exception):
-    """Too many completions are waiting to score another request in time."""
 
 
 class ServerMetrics:
@@ -92,12 +83,6 @@ class ServerMetrics:
         """The current value of a sample by its name without the prefix."""
         return self.registry.get_sample_value(f"valence_reward_{name}", labels) or 0.0
 
-    def text(self) -> bytes:
-        """All metrics in the text format 0.0.4."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)
-
 
 class Rate:
     """A token bucket per client: ``rate`` requests per second, with bursts of one second."""
@@ -123,21 +108,23 @@ class Rate:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The completions of one request. ``gone``: its client has disconnected."""
+    """The completions of one request.
+
+    result: their scores in order; cancelled when nobody waits for them any more.
+    """
 
     completions: Sequence[Completion]
-    deadline: float
-    scores: list[Score | None]
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    num_left: int = 0
-    gone: bool = False
+    result: asyncio.Future[list[Score]]
+    scores: dict[int, Score] = field(default_factory=dict[int, Score])
+
+    @property
+    def num_left(self) -> int:
+        return len(self.completions) - len(self.scores)
 
     def settle(self, index: int, score: Score) -> None:
-        if self.scores[index] is None:
-            self.scores[index] = score
-            self.num_left -= 1
-        if not self.num_left:
-            self.done.set()
+        self.scores[index] = score
+        if not self.num_left and not self.result.done():
+            self.result.set_result([self.scores[k] for k in range(len(self.completions))])
 
 
 Item = tuple[Job, int]
@@ -158,22 +145,18 @@ class Batcher:
         self,
         reward: Reward,
         limits: Limits,
-        metrics: ServerMetrics | None = None,
         probe: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         self.reward, self.limits, self.probe = reward, limits, probe
-        self.metrics = metrics or ServerMetrics()
         self.waiting: deque[Item] = deque()
+        self.arrived, self.gathering = asyncio.Event(), asyncio.Lock()
+        self.metrics = ServerMetrics()
         self.metrics.waiting.set_function(lambda: len(self.waiting))
-        self.tasks: list[asyncio.Task[None]] = []
-        self.open = False
         self.call_starts: dict[object, float] = {}
         """Start (time.monotonic) of each call that is running."""
 
     async def why_not_ready(self) -> str | None:
         """Why new completions would not be scored in time; None if they would."""
-        if not self.open:
-            return "the server is starting or shutting down"
         if len(self.waiting) >= self.limits.max_waiting:
             return f"{len(self.waiting)} answers are already waiting"
         count = self.metrics.value("call_seconds_count")
@@ -187,13 +170,10 @@ class Batcher:
     async def start(self) -> None:
         # in a thread, so that a reward that computes does not block the server
         self.background = Background("valence reward")
-        self.arrived, self.gathering = asyncio.Event(), asyncio.Lock()
         self.tasks = [asyncio.create_task(self._work()) for _ in range(self.limits.concurrency)]
-        self.open = True
 
     async def close(self) -> None:
         """Cancel running calls, and close the reward."""
-        self.open = False
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -203,18 +183,13 @@ class Batcher:
         )
 
     def submit(self, completions: Sequence[Completion]) -> Job:
-        """Queue completions. Raises Busy if too many wait."""
+        """Queue completions. Raises RequestError if too many wait."""
         if self.waiting and len(self.waiting) + len(completions) > self.limits.max_waiting:
-            raise Busy
-        job = Job(
-            completions,
-            time.monotonic() + self.limits.timeout,
-            [None] * len(completions),
-            num_left=len(completions),
-        )
+            raise RequestError(503, f"{len(self.waiting)} answers are already waiting", RETRY)
+        job = Job(completions, asyncio.get_running_loop().create_future())
+        if not completions:
+            job.result.set_result([])
         self.waiting.extend((job, index) for index in range(len(completions)))
-        if not job.num_left:
-            job.done.set()
         self.arrived.set()
         return job
 
@@ -229,14 +204,14 @@ class Batcher:
         """The completions of the next call: those that wait, or arrive in time."""
         await self._wait_for(1)
         try:
-            async with asyncio.timeout(self.limits.max_wait):
+            async with asyncio.timeout(MAX_WAIT):
                 await self._wait_for(self.limits.max_batch)
         except TimeoutError:
             pass  # the call is smaller
         items: list[Item] = []
         while self.waiting and len(items) < self.limits.max_batch:
             item = self.waiting.popleft()
-            if not item[0].gone:
+            if not item[0].result.done():
                 items.append(item)
         return items
 
@@ -252,26 +227,26 @@ class Batcher:
         """
         failures = await self._settle_in_one_call(items)
         requests = _by_request(failures)
-        if len(requests) > MAX_SEPARATE and not any(failure.late for failure in failures.values()):
+        is_late = any(failure.late for failure in failures.values())
+        # a call that exceeds its time limit costs most: do not repeat it more than needed
+        if len(requests) > MAX_SEPARATE and not is_late:
             size = math.isqrt(len(requests) - 1) + 1
             groups = [requests[start : start + size] for start in range(0, len(requests), size)]
-        else:  # a call that exceeds its time limit costs most: do not repeat it more than needed
-            groups = [requests]
-        for group in groups:
-            if len(groups) > 1 and len(group) > 1:
-                group = _by_request(
-                    await self._settle_in_one_call([item for request in group for item in request])
-                )
-            for request in group:
-                await self._settle_in_one_call(request)
+            requests = [
+                request
+                for group in groups
+                for request in _by_request(await self._settle_in_one_call(chain(*group)))
+            ]
+        for request in requests:
+            await self._settle_in_one_call(request)
 
-    async def _settle_in_one_call(self, items: list[Item]) -> dict[Item, FailedCall]:
+    async def _settle_in_one_call(self, items: Iterable[Item]) -> dict[Item, FailedCall]:
         """Call the reward and settle the completions.
 
         Returns those that are not settled: their call failed, and it had completions of other
         requests. Does nothing for requests of disconnected clients.
         """
-        items = [item for item in items if not item[0].gone]
+        items = [item for item in items if not item[0].result.done()]
         if not items:
             return {}
         failures = dict[Item, FailedCall]()
@@ -291,9 +266,8 @@ class Batcher:
         """
         call_id, started = object(), time.monotonic()
         self.call_starts[call_id] = started
-        call = asyncio.wrap_future(
-            self.background.submit(self.reward([job.completions[index] for job, index in items]))
-        )
+        scores = self._checked_scores([job.completions[index] for job, index in items])
+        call = asyncio.wrap_future(self.background.submit(scores))
         try:
             (result,) = await asyncio.gather(call, return_exceptions=True)
         finally:
@@ -301,13 +275,12 @@ class Batcher:
             self.metrics.call_answers.inc(len(items))
             self.metrics.call_seconds.observe(time.monotonic() - started)
         if isinstance(result, BaseException):
-            return [FailedCall(None, error=f"{self.reward.name}: {describe_error(result)}")] * len(
-                items
-            )
-        if not isinstance(result, list) or len(result) != len(items):  # pyright: ignore[reportUnnecessaryIsInstance]
-            error = f"{self.reward.name}: did not return {len(items)} scores"
+            error = f"{self.reward.name}: {describe_error(result)}"
             return [FailedCall(None, error=error)] * len(items)
-        return [checked(score) for score in result]
+        return result
+
+    async def _checked_scores(self, completions: Sequence[Completion]) -> list[Score]:
+        return [checked(score) for score in await call_reward(self.reward, completions)]
 
 
 def _by_request(items: Iterable[Item]) -> list[list[Item]]:

@@ -1,8 +1,8 @@
 """The process that runs a served function. The server kills it when a call does not end.
 
-It reads messages from one socket and replies on it. Each message is 8 bytes with its length and
-then its content: pickled on the way to the function, since only the server writes there, and JSON
-on the way back, so that the server executes nothing that the function returns.
+It reads messages from one socket and replies on it. Messages to the function are pickled, since
+only the server writes there. Replies are lines of JSON, so that the server executes nothing that
+the function returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,9 +30,6 @@ from valence.user_code.attempt import (
     restored_working_directory,
 )
 
-HEADER = struct.Struct("!Q")
-"""The length of a message."""
-
 
 def main(message_fd: int, lifeline_fd: int) -> None:
     """message_fd: the socket. lifeline_fd: an empty pipe; only the server has its other end."""
@@ -43,9 +39,20 @@ def main(message_fd: int, lifeline_fd: int) -> None:
         signal.signal(number, lambda *_: None)
     connection = socket.socket(fileno=message_fd)
     with connection.makefile("rb") as messages:
-        function = _load(connection, *_read(messages))
-        if function is not None:
-            asyncio.run(_serve(function, connection, messages))
+        target, settings, seconds, where = pickle.load(messages)
+        try:
+            function = function_of(target, settings, seconds, where.removesuffix(".reward"))
+        except UserError as error:
+            _send(connection, {"error": error.facts})
+            return
+        has_json_identity = not isinstance(attempt(lambda: json.dumps(function.identity)), Raised)
+        facts = {
+            "blocking": function.blocking,
+            "parameters": [*function.parameters],
+            "identity": function.identity if has_json_identity else None,
+        }
+        _send(connection, {"loaded": facts})
+        asyncio.run(_serve(function, connection, messages))
 
 
 def _end_with_server(lifeline_fd: int) -> None:
@@ -58,35 +65,6 @@ def _end_with_server(lifeline_fd: int) -> None:
     os.set_inheritable(lifeline_fd, False)
 
 
-def _load(
-    connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str
-) -> Function | None:
-    """Import the function and send its facts to the server; on failure, send the error and return
-    None.
-    """
-    try:
-        function = function_of(target, settings, seconds, where.removesuffix(".reward"))
-        facts = {
-            "blocking": function.blocking,
-            "parameters": [*function.parameters],
-            "identity": _identity(function),
-        }
-        _send(connection, {"loaded": facts})
-    except UserError as error:
-        _send(connection, {"error": error.facts})
-        return None
-    return function
-
-
-def _identity(function: Function) -> Mapping[str, Any] | None:
-    identity = function.identity
-    try:
-        json.dumps(identity)
-    except (TypeError, ValueError):
-        return None
-    return identity
-
-
 async def _serve(function: Function, connection: socket.socket, messages: Any) -> None:
     loop = asyncio.get_running_loop()
     inbox = asyncio.Queue[tuple[int, Sequence[Completion] | None]]()
@@ -94,7 +72,7 @@ async def _serve(function: Function, connection: socket.socket, messages: Any) -
     def receive() -> None:
         try:
             while True:
-                loop.call_soon_threadsafe(inbox.put_nowait, _read(messages))
+                loop.call_soon_threadsafe(inbox.put_nowait, pickle.load(messages))
         finally:  # the server has ended
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -115,17 +93,17 @@ async def _answer(
 ) -> None:
     with restored_working_directory():
         (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
-    reply: dict[str, Any] = {"late": False, "hung": False}
+    is_hung = False
     if isinstance(scores, RewardError):
         is_hung = scores.late and not scores.passes
         reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
     elif isinstance(scores, BaseException):  # a defect must not end other calls
-        reply["failed"] = f"raised {describe_error(scores)}"
+        reply = {"failed": f"raised {describe_error(scores)}", "late": False, "hung": False}
     else:
-        reply["scores"] = [_encode(score) for score in scores]
+        reply = {"scores": [_encode(score) for score in scores]}
     _send(connection, {"id": number, **reply})
-    if reply["hung"]:
-        os._exit(1)  # the server starts another worker
+    if is_hung:  # end before calls that this one blocks fail as well; the server repeats them
+        os._exit(1)
 
 
 def _encode(score: Score) -> list[Any]:
@@ -138,15 +116,5 @@ def _encode(score: Score) -> list[Any]:
     return [None if score.value is None else float(score.value), parts, error]
 
 
-def _read(messages: Any) -> Any:
-    """The next message. Raises EOFError at the end."""
-    head = messages.read(HEADER.size)
-    if len(head) < HEADER.size:
-        raise EOFError
-    (size,) = HEADER.unpack(head)
-    return pickle.loads(messages.read(size))
-
-
 def _send(connection: socket.socket, reply: Mapping[str, Any]) -> None:
-    text = json.dumps(reply).encode()
-    connection.sendall(HEADER.pack(len(text)) + text)
+    connection.sendall(json.dumps(reply).encode() + b"\n")

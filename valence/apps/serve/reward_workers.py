@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import pickle
 import signal
@@ -20,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from valence.apps.serve.reward_worker_process import HEADER
 from valence.errors import UserError
 from valence.network import backoff
 from valence.rewards.calls import RewardError
@@ -37,6 +35,8 @@ START_SECONDS = 600.0
 """Time limit for a replacement to import the function."""
 MAX_REPEATS = 2
 """Repetitions of a call after the end of its process, which other calls shared."""
+MAX_REPLY_BYTES = 2**28
+"""Maximum bytes of a reply of a worker, which is killed if it sends more."""
 MAX_LINE_BYTES = 2000
 """Maximum bytes of a worker's output per line of the log."""
 START = (
@@ -69,14 +69,12 @@ class Worker:
     async def receive(self) -> Any:
         """The next message. Raises WorkerEnded."""
         try:
-            (size,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
-            return json.loads(await self.reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError, ValueError):
+            return json.loads(await self.reader.readline())
+        except (OSError, ValueError):  # ValueError: an incomplete reply, or a too long one
             raise WorkerEnded from None
 
     def send(self, message: Any) -> None:
-        content = pickle.dumps(message)
-        self.writer.write(HEADER.pack(len(content)) + content)
+        self.writer.write(pickle.dumps(message))
 
     async def ask(self, completions: Sequence[Completion] | None, seconds: float) -> Any:
         """The reply to a call, or to a probe (None). Raises TimeoutError and WorkerEnded."""
@@ -132,12 +130,11 @@ class WorkerPool:
     concurrency: int
     where: str
     log: Callable[[str], None]
-    max_wait: float = math.inf
+    max_wait: float
     workers: list[Worker] = field(default_factory=list[Worker])
     _facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _capacity: int = 1
     _trouble: str = "the worker process is starting"
-    _closed: bool = False
 
     def start(self) -> None:
         """Start the workers, and block until the first has imported the function.
@@ -228,7 +225,8 @@ class WorkerPool:
     async def _load(
         self, process: subprocess.Popen[bytes], server_socket: socket.socket, lifeline: int
     ) -> tuple[Worker, Any]:
-        worker = Worker(process, *await asyncio.open_connection(sock=server_socket), lifeline)
+        streams = await asyncio.open_connection(sock=server_socket, limit=MAX_REPLY_BYTES)
+        worker = Worker(process, *streams, lifeline)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(worker.kill)
             worker.send((self.target, dict(self.settings), self.seconds, self.where))
@@ -248,21 +246,9 @@ class WorkerPool:
 
     async def _keep_worker(self, worker: Worker | None) -> None:
         """Keep one worker while the pool is open: start another whenever it ends."""
-        failures = 0
         while True:
-            if worker is None:
-                try:
-                    async with asyncio.timeout(START_SECONDS):
-                        worker, facts = await self._start_worker()
-                    self._adopt(worker, facts)
-                except (UserError, WorkerEnded, TimeoutError) as error:
-                    self._trouble = f"the worker process cannot start: {_reason(error)}"
-                    self.log(self._trouble)
-                    await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
-                    failures += 1
-                    worker = None
-                    continue
-            failures, self._trouble = 0, "the worker process is restarting"
+            worker = worker or await self._replacement()
+            self._trouble = "the worker process is restarting"
             self.workers.append(worker)
             self._changed.set()
             replies = asyncio.create_task(worker.distribute_replies())
@@ -273,6 +259,21 @@ class WorkerPool:
                 self.workers.remove(worker)
                 await asyncio.gather(replies, return_exceptions=True)
             worker = None
+
+    async def _replacement(self) -> Worker:
+        """Start another worker. Tries again until that succeeds."""
+        failures = 0
+        while True:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    worker, facts = await self._start_worker()
+                self._adopt(worker, facts)
+                return worker
+            except (UserError, WorkerEnded, TimeoutError) as error:
+                self._trouble = f"the worker process cannot start: {_reason(error)}"
+                self.log(self._trouble)
+                await asyncio.sleep(backoff(failures, FIRST_PAUSE, LONGEST_PAUSE))
+                failures += 1
 
     def _adopt(self, worker: Worker, facts: Mapping[str, Any]) -> None:
         """Compare the facts of a replacement with those of the other workers.
@@ -325,13 +326,11 @@ class WorkerPool:
         return self._trouble
 
     async def _attempt(self, completions: Sequence[Completion]) -> list[Score]:
-        for _ in range(MAX_REPEATS if self._capacity > 1 else 0):
-            with contextlib.suppress(WorkerEnded):  # perhaps because of another call in it
+        num_repeats = MAX_REPEATS if self._capacity > 1 else 0
+        for _ in range(1 + num_repeats):  # another call may have ended the process
+            with contextlib.suppress(WorkerEnded):
                 return await self._call(completions)
-        try:
-            return await self._call(completions)
-        except WorkerEnded:
-            raise RewardError(f"the worker process ended during the call ({self.target})") from None
+        raise RewardError(f"the worker process ended during the call ({self.target})")
 
     async def _call(self, completions: Sequence[Completion]) -> list[Score]:
         """Raises RewardError and WorkerEnded."""
@@ -357,7 +356,7 @@ class WorkerPool:
     async def _free_worker(self) -> Worker:
         """Reserve a worker for a call. Raises RewardError if none is free in time."""
         try:
-            async with asyncio.timeout(None if math.isinf(self.max_wait) else self.max_wait):
+            async with asyncio.timeout(self.max_wait):
                 while True:
                     workers = [
                         w

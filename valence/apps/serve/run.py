@@ -11,37 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from valence.apps.serve.app import WebService
-from valence.apps.serve.http_limits import (
-    host_names,
-    limited_server,
-    raise_connection_limit,
-)
-from valence.apps.serve.reward_server import listening
+from valence.apps.serve.http_limits import limited_server
 from valence.errors import UserError
 
 SHUTDOWN_SECONDS = 5
-
-
-def open_socket(
-    host: str,
-    port: int,
-    *,
-    has_tokens: bool,
-    danger: str = "other machines could use the model and vote",
-    fix: str = "remove --no-token or --host",
-) -> socket.socket:
-    """Open a listening socket.
-
-    danger: what other machines could do without a token. fix: how to prevent that. Raises UserError
-    if the port cannot be used, or if other machines could connect without a token.
-    """
-    return listening(
-        host,
-        port,
-        guarded=has_tokens,
-        danger=danger,
-        fix=fix,
-    )
 
 
 def links_of(service: WebService, host: str, port: int) -> list[tuple[str, str]]:
@@ -90,10 +63,7 @@ def serve(
     app = service.application(lifespan)
     logging.getLogger("uvicorn.error").addFilter(_is_not_logged)
     server = limited_server(
-        app,
-        host_names(host, allowed_hosts),
-        max_connections=raise_connection_limit(),
-        shutdown_seconds=shutdown_seconds,
+        app, host=host, allowed_hosts=allowed_hosts, shutdown_seconds=shutdown_seconds
     )
     asyncio.run(server.serve(sockets=[listener]))
 
