@@ -1,5 +1,5 @@
 # `make demo`: `valence demo` with a model from PyPI where the hub cannot be reached.
-# `make test`: what every commit must pass, in five minutes.   `make test-all`: everything, with vLLM.
+# `make test`: what every commit must pass.   `make test-all`: everything, with vLLM.
 # `make setup`: the environment that all of them use.
 PYTHON ?= python3
 WORKERS ?= 2
@@ -27,7 +27,7 @@ demo: setup
 	$(BIN)/valence demo model.name="$$($(BIN)/python -m examples.demo.assets)"
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
-FAST := not slow and not real and not site and not vllm
+FAST := not long and not slow and not dist and not real and not site and not vllm
 test: setup lint
 	$(PYTEST) -m "$(FAST)"
 

@@ -31,6 +31,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.durations import function_of, long_tests
+
 # What commands print does not depend on the terminal of whoever runs the tests.
 for variable in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"):
     os.environ.pop(variable, None)
@@ -100,6 +102,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = long_tests()
+    for item in items:
+        if function_of(item.nodeid) in long:
+            item.add_marker(pytest.mark.long)
     # Without pytest-xdist its mark is unknown, and one process runs all tests.
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         for mark in TOGETHER:

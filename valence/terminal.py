@@ -238,7 +238,11 @@ def print_table(console: Console, table: Table) -> None:
     wide = console
     if not console.is_terminal and "COLUMNS" not in os.environ:
         needed = Measurement.get(console, console.options.update(width=MAX_WIDTH), table).maximum
-        wide = Terminal(file=console.file, width=max(console.width, needed))
+        wide = Terminal(
+            warnings_only=prints_only_warnings(console),
+            file=console.file,
+            width=max(console.width, needed),
+        )
     wide.print(table)
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.arch.source import ROOT
 from tests.data.rows import Source, write
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.data.format_table import FORMATS
 from valence.data.importers.sources import (
     SOURCES,
-    command_name,
     detect_source,
     is_source,
     read_votes,
@@ -188,12 +185,6 @@ def test_names_of_sources_are_no_formats() -> None:
     assert not set(SOURCES) & set(FORMATS)
     assert all(is_source(name.replace("_", "-")) for name in SOURCES)
     assert not any(map(is_source, (None, *FORMATS)))
-
-
-def test_the_page_about_imports_has_every_source() -> None:
-    page = (ROOT / "docs" / "tasks" / "import-feedback.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \| [^|]+ \| (\w+) \|$", page, re.MULTILINE)
-    assert sorted(table) == sorted((command_name(name), s.main) for name, s in TABLE.items())
 
 
 def test_rows_that_need_no_import_are_named(tmp_path: Path) -> None:

@@ -389,7 +389,10 @@ def recipe_with(**parallel: Any) -> Any:
         "offload": False,
     } | parallel
     return SimpleNamespace(
-        parallel=SimpleNamespace(**request), train=SimpleNamespace(**changes), model=model
+        parallel=SimpleNamespace(**request),
+        train=SimpleNamespace(**changes),
+        model=model,
+        trains_adapter=lora is not None,
     )
 
 

@@ -16,12 +16,12 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options, exit codes, and output for programs. `valence COMMAND --help` prints the same.
+All commands with their arguments and options, exit codes, and output for programs. `--help` after a command prints the same.
 
 - `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
 - `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under torchrun and `accelerate launch`
   ([several processes](scale.md)).
-- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
 
 `python -m tests.docs.commands` writes this page.
 """

@@ -14,9 +14,8 @@ PACKAGE = "valence"
 EXCLUDED = ("cli", "reports", "terminal.py", "models/head_triton.py", "losses/guide.py")
 """What shows texts and charts, or needs a GPU."""
 STRATA = {
-    "losses": 50, "batching": 12, "training/step.py": 30, "online": 14, "trainer": 16,
-    "planning": 4, "lifecycle": 6,
-    "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "runs": 8, "jobs": 8,
+    "losses": 50, "batching": 12, "training/step.py": 30, "training": 48,
+    "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "apps": 12, "jobs": 4,
     "rollouts": 8, "": 4,
 }  # fmt: skip
 """Prefix of a path -> its weight in the sample. A file belongs to the first prefix that fits."""

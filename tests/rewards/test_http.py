@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from email.utils import formatdate
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.rewards.kit import (
     values,
 )
 from tests.rewards.reward_servers import Numbers, hash_score, served
+from valence import network
 from valence.network import backoff
 from valence.rewards import http as module
 from valence.rewards import reward_of
@@ -302,7 +302,7 @@ def test_pauses_grow_are_drawn_and_end_growing() -> None:
 
 
 def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 2e9))
+    monkeypatch.setattr(network.time, "time", lambda: 2e9)
     replies = [
         Reply(status=503, headers={"Retry-After": "7"}),
         Reply(status=429, headers={"Retry-After": formatdate(2e9 + 60, usegmt=True)}),
