@@ -48,7 +48,7 @@ class LoopWalk(Walk):
         if line.words[:1] == ["collect"]:
             self._collect(line)
             return
-        if line.words[:1] == ["ab"]:
+        if line.words[:2] == ["report", "ab.jsonl"]:
             self._vote_in_app(Path("ab.jsonl"))
         super()._line(line)
 
@@ -122,7 +122,7 @@ def test_the_page_runs_from_an_installation_to_the_second_model(walk: LoopWalk) 
     steps = [line.split()[1] for line in walk.done if line.startswith("valence ")]
     assert steps == [
         *("doctor", "audit", "init", "check", "train", "sample", "split", "compare"),
-        *("export", "serve", "ab", "collect", "audit", "train", "report"),
+        *("export", "serve", "report", "collect", "audit", "train", "report"),
         *("init", "check", "inspect", "train", "train", "report"),
     ]
     # Install: the installed package works without the repository

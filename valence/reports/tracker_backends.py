@@ -1,7 +1,7 @@
 """The libraries of experiment trackers, each opened for one run: tensorboard, wandb, trackio and
 mlflow.
 
-docs/decisions/0043-resuming-trackers.md explains how each of them resumes.
+dev/decisions/0043-resuming-trackers.md explains how each of them resumes.
 """
 
 from __future__ import annotations
