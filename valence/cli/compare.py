@@ -23,8 +23,8 @@ from valence.cli.common import (
     console,
     json_console,
     stoppable,
+    with_options,
 )
-from valence.cli.options import with_options
 from valence.errors import UserError
 from valence.options import CompareOptions
 from valence.terminal import Terminal, json_line, print_message, print_table, write_line

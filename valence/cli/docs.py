@@ -41,10 +41,12 @@ def docs(
 
     if name is None:
         _print_lists()
-    elif name in METHODS or ":" in name:
-        _explain(method_of(name, online=_needs_reward(name)))
+    elif name in METHODS:
+        _explain(method_of(name))
     elif name in ONLINE:
         _explain(method_of(name, online=True))
+    elif ":" in name:
+        _explain(_custom_method(name))
     elif name in RULES:
         _explain_rule(name)
     elif page := find_page(name):
@@ -65,17 +67,16 @@ def docs(
         )
 
 
-def _needs_reward(name: str) -> bool:
-    """Whether a method, such as a loss of the user, exists only with a reward."""
+def _custom_method(name: str) -> Method:
+    """The method of a user's loss, given by import path."""
     from valence.methods import method_of
 
     try:
-        method_of(name)
+        return method_of(name)
     except UserError as error:
         if error.code != "method-needs-reward":
             raise
-        return True
-    return False
+        return method_of(name, online=True)
 
 
 def _print_lists() -> None:

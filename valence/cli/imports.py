@@ -8,8 +8,7 @@ import typer
 from rich.table import Table
 
 from valence import completion
-from valence.cli.common import Quiet, app, console, json_console, stoppable
-from valence.cli.options import with_options
+from valence.cli.common import Quiet, app, console, json_console, stoppable, with_options
 from valence.errors import UserError
 from valence.options import ImportOptions
 from valence.terminal import json_line, write_line

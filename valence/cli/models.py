@@ -23,8 +23,8 @@ from valence.cli.common import (
     console,
     processes,
     stoppable,
+    with_options,
 )
-from valence.cli.options import with_options
 from valence.errors import UserError
 from valence.files import check_path
 from valence.options import Draws

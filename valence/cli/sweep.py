@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from valence import completion
-from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console
-from valence.cli.options import with_options
+from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console, with_options
 from valence.cli.stream import must_be_open, stdout_to_stderr
 from valence.errors import UserError
 from valence.options import SweepOptions

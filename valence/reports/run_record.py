@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, and the content of those that reports read.
+"""The names of the files in a run's folder, and functions that read them for reports.
 
 ``RunRecord.read`` reads all of them and leaves out what is missing or damaged. The functions that
 read a single file raise OSError, and ValueError for damage: ChecksumError if its checksum is wrong.
