@@ -35,7 +35,7 @@ from valence.models.policy_model import PolicyModel
 from valence.reports.sinks import Sink
 from valence.reports.verdict import outputs
 from valence.rollouts.hf import evaluating
-from valence.terminal import Terminal, print_message
+from valence.terminal import only_warnings, print_message
 from valence.training import start as lifecycle
 from valence.training.callbacks import Callback, CallbackLike, Callbacks
 from valence.training.finish import run_to_end
@@ -154,7 +154,7 @@ def train(
     group = group or start()
     console = console or terminal_of(group)
     if quiet:
-        console = Terminal(warnings_only=True, quiet=console.quiet)
+        console = only_warnings(console)
     stop = Stop(console)
     with stop.listening(), _same_mode(loaded):
         run = build_run(

@@ -246,6 +246,11 @@ def print_table(console: Console, table: Table) -> None:
     wide.print(table)
 
 
+def only_warnings(console: Console) -> Terminal:
+    """A console for the warnings alone, on standard error; silent if the other one is."""
+    return Terminal(warnings_only=True, quiet=console.quiet)
+
+
 def prints_only_warnings(console: Console) -> bool:
     return isinstance(console, Terminal) and console.warnings_only
 

@@ -16,7 +16,7 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.hash_reward import hash_score
-from valence.apps.serve.http_limits import open_socket
+from valence.apps.serve.http_server import open_socket
 from valence.apps.serve.reward_batches import Limits
 from valence.apps.serve.reward_server import Service, web_server
 from valence.types import Completion, Score

@@ -27,7 +27,7 @@ from tests.rewards.reward_servers import (
     served,
 )
 from valence.apps.serve import reward_batches, reward_server
-from valence.apps.serve.http_limits import open_socket
+from valence.apps.serve.http_server import open_socket
 from valence.apps.serve.reward_batches import Limits, Rate
 from valence.apps.serve.reward_server import ENDS, MAX_ITEMS, split_query
 from valence.types import Completion, Score

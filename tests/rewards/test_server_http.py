@@ -15,8 +15,8 @@ import pytest
 
 from tests.rewards.kit import wait_for
 from tests.rewards.reward_servers import Numbers, Served, hash_score, http_get, served
-from valence.apps.serve import http_limits, reward_server
-from valence.apps.serve.http_limits import MAX_HEADERS, host_names, is_allowed_host
+from valence.apps.serve import http_server, reward_server
+from valence.apps.serve.http_server import MAX_HEADERS, host_names, is_allowed_host
 from valence.apps.serve.reward_batches import Limits
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -181,7 +181,7 @@ def test_idle_connections_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch
     """Beyond what may be open at a time the one that has been idle for longest is closed, never one
     with a request.
     """
-    monkeypatch.setattr(http_limits, "raise_connection_limit", lambda: 20)
+    monkeypatch.setattr(http_server, "raise_connection_limit", lambda: 20)
     with served(Numbers(), Limits(timeout=30.0)) as server:
         with contextlib.ExitStack() as stack:
             slow = stack.enter_context(server.raw())

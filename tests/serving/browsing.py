@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from valence.apps.serve.http_limits import open_socket
+from valence.apps.serve.http_server import open_socket
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Browser, Page, sync_playwright

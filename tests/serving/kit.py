@@ -19,7 +19,7 @@ from tests.tiny_models import tiny
 from valence.apps.serve.app import FeedbackService, application
 from valence.apps.serve.chat import Answer, ChatModel
 from valence.apps.serve.feedback import FeedbackStore
-from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.http_server import RequestGuard, host_names
 from valence.apps.serve.prompts import PromptQueue
 from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling

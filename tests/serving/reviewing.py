@@ -13,7 +13,7 @@ import httpx
 from tests.serving.kit import TOKENS, run
 from valence.apps.feedback.audit_labels import RowAudit, audit_rows
 from valence.apps.feedback.review_labels import Choice, LabelReview
-from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.http_server import RequestGuard, host_names
 from valence.apps.serve.review import ReviewService
 
 SUN = "The sun is a star, and it is hot."

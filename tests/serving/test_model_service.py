@@ -19,7 +19,7 @@ from valence.apps.serve.app import MAX_BODY
 from valence.apps.serve.chat import ChatModel
 from valence.apps.serve.experiment import Experiment, ServedRun, ab_path, read_result
 from valence.apps.serve.feedback import FeedbackStore
-from valence.apps.serve.http_limits import RequestGuard, host_names
+from valence.apps.serve.http_server import RequestGuard, host_names
 from valence.apps.serve.model_service import ModelService, application
 from valence.apps.serve.prompts import PromptQueue
 from valence.distributed.process_group import SingleProcess

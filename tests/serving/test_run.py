@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises_error
 from tests.serving.kit import Served
 from valence.apps.serve.app import log_error
-from valence.apps.serve.http_limits import host_names, is_allowed_host, open_socket
+from valence.apps.serve.http_server import host_names, is_allowed_host, open_socket
 from valence.apps.serve.run import links_of
 
 

@@ -167,7 +167,7 @@ def _review(
     from valence.apps.feedback.audit_summary import counted, print_audit
     from valence.apps.feedback.review_labels import LabelReview, check_review_path
     from valence.apps.serve.app import log_error
-    from valence.apps.serve.http_limits import open_socket
+    from valence.apps.serve.http_server import open_socket
     from valence.apps.serve.review import ReviewService
     from valence.apps.serve.run import serve
 

@@ -109,7 +109,7 @@ def collect(
     from valence.apps.serve.app import FeedbackService, log_error
     from valence.apps.serve.chat import ChatModel
     from valence.apps.serve.feedback import FeedbackStore
-    from valence.apps.serve.http_limits import open_socket
+    from valence.apps.serve.http_server import open_socket
     from valence.apps.serve.prompts import PromptQueue
     from valence.apps.serve.run import serve
     from valence.distributed.process_group import SingleProcess

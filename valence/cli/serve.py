@@ -203,7 +203,7 @@ def serve(
     from valence.apps.serve.chat import ChatModel
     from valence.apps.serve.experiment import Experiment, ServedRun, ab_path
     from valence.apps.serve.feedback import FeedbackStore
-    from valence.apps.serve.http_limits import open_socket
+    from valence.apps.serve.http_server import open_socket
     from valence.apps.serve.model_service import ModelService
     from valence.apps.serve.prompts import PromptQueue
     from valence.apps.serve.run import serve as run_server

@@ -39,7 +39,13 @@ from valence.models.digest import model_digest
 from valence.reports.trackers import check
 from valence.rewards.build import judge_settings, reward_of
 from valence.targets import with_dtype
-from valence.terminal import Terminal, print_message, print_warning, prints_only_warnings
+from valence.terminal import (
+    Terminal,
+    only_warnings,
+    print_message,
+    print_warning,
+    prints_only_warnings,
+)
 from valence.training.assemble import SCORES, make_trainer
 from valence.training.changes import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -127,7 +133,7 @@ def build_run(
     in_memory_rows, overrides = as_overrides(rows or {}, overrides)
     console = console or terminal_of(world)
     if quiet:
-        console = Terminal(warnings_only=True, quiet=console.quiet)
+        console = only_warnings(console)
     in_memory = [name for name, value in in_memory_rows.items() if value is not None]
     source = load_recipe(recipe, overrides, in_memory=in_memory)
     if new_folder and source.settings["run.dir"].is_default:

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, new_id
 from valence.apps.serve.feedback import ComparisonResults, FeedbackStore, Winner
-from valence.apps.serve.http_limits import (
+from valence.apps.serve.http_server import (
     CLIENT_LEFT,
     Application,
     BodyReader,

@@ -19,7 +19,7 @@ from valence.apps.serve.app import (
 from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt
 from valence.apps.serve.experiment import SIDES, Assignment, Experiment, ServedRun
 from valence.apps.serve.feedback import hash_name
-from valence.apps.serve.http_limits import Application, Receive, Send
+from valence.apps.serve.http_server import Application, Receive, Send
 from valence.errors import UserError
 from valence.rollouts import Sampling
 from valence.types import content_id

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from valence.apps.serve.http_limits import RETRY, RequestError
+from valence.apps.serve.http_server import RETRY, RequestError
 from valence.rewards.calls import FailedCall, call_reward, checked
 from valence.rewards.threads import Background
 from valence.types import Completion, Reward, Score

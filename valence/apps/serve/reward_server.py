@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from valence.apps.serve.http_limits import (
+from valence.apps.serve.http_server import (
     CLIENT_LEFT,
     HEAD_SECONDS,
     BodyReader,

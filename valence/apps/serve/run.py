@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from valence.apps.serve.app import WebService
-from valence.apps.serve.http_limits import limited_server
+from valence.apps.serve.http_server import limited_server
 from valence.errors import UserError
 
 SHUTDOWN_SECONDS = 5
