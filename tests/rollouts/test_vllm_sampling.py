@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import END, FREE, PROMPTS, Fake, weights
-from valence.rollouts.client import server_root
+from valence.rollouts.client import RequestRefused, ServerClient, server_root
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.vllm import VLLMGenerator
 from valence.types import Ids, content_id
@@ -137,6 +138,19 @@ def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
     fake.on["/inference/v1/generate"] = lambda body: (404, {"detail": "Not Found"})
     with raises_error("rollout-server-refused", fix="valence docs vllm"):
         sampler.generate(PROMPTS, 1, Sampling())
+
+
+def test_of_refusals_at_the_same_time_one_is_raised_and_none_is_printed(
+    sampler: VLLMGenerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise RequestRefused("url", 400, "no")
+
+    monkeypatch.setattr(ServerClient, "post_async", refuse)
+    with raises_error("rollout-server-refused"):
+        sampler.generate(PROMPTS, 1, Sampling())
+    gc.collect()
+    assert caplog.messages == []
 
 
 def test_addresses() -> None:

@@ -269,10 +269,15 @@ class ServerPool:
             ]
             tasks: set[asyncio.Task[Any]] = set()
 
+            def end(task: asyncio.Task[Any]) -> None:
+                tasks.discard(task)
+                if not task.cancelled():
+                    task.exception()  # asyncio prints errors that nothing asks for
+
             def start(work: Any) -> asyncio.Task[Any]:
                 task = asyncio.create_task(work)
                 tasks.add(task)
-                task.add_done_callback(tasks.discard)
+                task.add_done_callback(end)
                 return task
 
             try:
@@ -299,9 +304,6 @@ class ServerPool:
                             member.admission = start(self._admit(member, admit, error))
             finally:
                 await cancel(tasks)
-                for member in members:  # an error that nothing waits for any more
-                    if member.admission is not None and not member.admission.cancelled():
-                        member.admission.exception()
 
     async def _admit(self, member: PoolMember, admit: Admit, error: Exception | None = None) -> Any:
         """Prepare a server for requests. error: why it was lost. Raises ServerGone."""
