@@ -26,22 +26,28 @@ Message = Mapping[str, Any]
 An assistant turn with ``weight`` 0 is context: it is not trained on.
 """
 
-Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
+Kind = Literal[
+    "judgement", "preference", "demonstration", "ranking", "prompt", "scored", "feedback"
+]
 """The kind of examples that a method trains on.
 
 ``judgement``: completions with a label. ``scored``: completions with a label, a score or
-attributes.
+attributes. ``feedback``: completions with what their reader wrote about them.
 """
 
 
 def noun(kind: str) -> str:
     """The name of one row of this kind in messages."""
-    return {"scored": "scored answer", "judgement": "rated answer"}.get(kind, kind)
+    return {
+        "scored": "scored answer",
+        "judgement": "rated answer",
+        "feedback": "answer with feedback",
+    }.get(kind, kind)
 
 
 def plural(kind: str) -> str:
     """The name of several rows of this kind in messages."""
-    return f"{noun(kind)}s"
+    return "answers with feedback" if kind == "feedback" else f"{noun(kind)}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +138,9 @@ def content_id(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One rated completion: thumbs up (``label=True``) or down, a ``score``, scores of several
-    ``attributes`` by name, or more than one of these.
+    """One completion with what is known about its quality: thumbs up (``label=True``) or down, a
+    ``score``, scores of several ``attributes`` by name, what its reader wrote (``feedback``), or
+    more than one of these.
 
     ``error``: why the rating is missing, if the rater failed. ``is_truncated``: whether sampling is
     known to have ended at the length limit.
@@ -144,6 +151,7 @@ class Judgement:
     label: bool | None = None
     score: float | None = None
     attributes: Mapping[str, float] = field(default_factory=dict[str, float])
+    feedback: str = ""
     error: str = ""
     is_truncated: bool = False
     weight: float = 1.0
@@ -153,6 +161,7 @@ class Judgement:
     @property
     def id(self) -> str:
         more = (dict(self.attributes),) if self.attributes else ()
+        more += (self.feedback,) if self.feedback else ()
         return content_id("judgement", self.prompt, self.completion, self.label, self.score, *more)
 
 
@@ -259,7 +268,8 @@ class TokenizedExample:
     A judgement or demonstration has one answer, a preference two (chosen, rejected), a ranking k,
     and a prompt none. ``prompt_mask`` is False everywhere unless earlier assistant turns are
     trained on. ``scores``: one per answer of a ranking, the score of a judgement, or empty.
-    ``attributes``: (name, score), sorted by name. ``soft``: see ``Preference``.
+    ``attributes``: (name, score), sorted by name. ``soft``: see ``Preference``. ``teacher_ids``:
+    the prompt of the teacher, which reads more than the policy; empty without a teacher.
     """
 
     id: str
@@ -275,6 +285,7 @@ class TokenizedExample:
     soft: float | None = None
     weight: float = 1.0
     source: str = ""
+    teacher_ids: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -326,6 +337,8 @@ class MicroBatch:
     num_groups           number of reference points
     ids[S]               content id of the example
     token_columns[N]     columns of ``TokenizedCompletion`` by name, in the order of scored
+    teacher              the same completions after the prompts of the teacher; None without one
+    teacher_rows[N]      for each row in scored, the row of ``teacher`` with the same token
     """
 
     tokens: Tensor
@@ -350,6 +363,8 @@ class MicroBatch:
     num_groups: int
     ids: tuple[str, ...]
     token_columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    teacher: MicroBatch | None = None
+    teacher_rows: Tensor | None = None
 
     @property
     def sequences(self) -> int:
@@ -397,6 +412,7 @@ class MicroBatch:
             target=None if self.target is None else self.target[index],
             ids=tuple(self.ids[s] for s in sequences),
             token_columns={name: values[places] for name, values in self.token_columns.items()},
+            teacher_rows=None if self.teacher_rows is None else self.teacher_rows[places],
             **columns,
         )
 

@@ -143,7 +143,36 @@ class StepPacker:
         sequences = [s for i in (*indices, *no_grad) for s in self._sequences(i)]
         is_complete = sequences == list(range(len(self.tree.leaves)))
         tree = self.tree if is_complete else self.tree.select(sequences)
-        return _make_tensors(tree, rows, self._groups, self._device)
+        batch = _make_tensors(tree, rows, self._groups, self._device)
+        if not any(row.example.teacher_ids for row in rows):
+            return batch
+        return self._with_teacher(batch, rows)
+
+    def _with_teacher(self, batch: MicroBatch, rows: Sequence[_BatchSequence]) -> MicroBatch:
+        """Add the same completions after the prompts of the teacher."""
+        rows = [replace(row, example=for_teacher(row.example)) for row in rows]
+        tree = build_prefix_tree([token_sequences(row.example)[row.side] for row in rows])
+        teacher = _make_tensors(tree, rows, self._groups, self._device)
+        # the rows that a loss reads, ordered by sequence and then by position
+        ours, theirs = (b.cpu_scored[1].argsort(stable=True) for b in (batch, teacher))
+        teacher_rows = torch.empty_like(ours)
+        teacher_rows[ours] = teacher.cpu_scored[0][theirs]
+        if self._device.type == "cuda":
+            teacher_rows = teacher_rows.pin_memory()
+        return replace(batch, teacher=teacher, teacher_rows=teacher_rows)
+
+
+def for_teacher(example: TokenizedExample) -> TokenizedExample:
+    """Return the example as the teacher reads it: with its prompt, and without stored columns."""
+    prompt = example.teacher_ids or example.prompt_ids
+    answers = tuple(replace(answer, columns=()) for answer in example.answers)
+    return replace(
+        example,
+        prompt_ids=prompt,
+        prompt_mask=(False,) * len(prompt),
+        answers=answers,
+        teacher_ids=(),
+    )
 
 
 def token_sequences(example: TokenizedExample) -> list[TokenSequence]:
@@ -246,7 +275,8 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         and not field.name.startswith("cpu_")
     }
     columns = {name: sent(values, device) for name, values in batch.token_columns.items()}
-    return replace(batch, token_columns=columns, **tensors)
+    teacher = None if batch.teacher is None else to_device(batch.teacher, device)
+    return replace(batch, token_columns=columns, teacher=teacher, **tensors)
 
 
 def _make_tensors(

@@ -58,6 +58,10 @@ class Case:
             yield f"mix.{i}.loss", method, part.loss
 
     @property
+    def has_teacher(self) -> bool:
+        return any(method.loss.needs_teacher for method in self.methods)
+
+    @property
     def reads_no_reference(self) -> bool:
         """Whether an online run needs no reference, neither for the loss nor for the log."""
         if not self.method.online or any(method.needs_reference for method in self.mixed):
@@ -67,7 +71,8 @@ class Case:
 
 def issues(case: Case) -> Iterator[Issue]:
     """Everything that several sections, the method or files show to be wrong."""
-    for check in (_model, _reference, _data, _losses, _train, _eval, _rollout, _server, _run):
+    sections = _model, _reference, _teacher, _data, _losses, _train, _eval, _rollout, _server, _run
+    for check in sections:
         yield from check(case)
 
 
@@ -106,7 +111,8 @@ def _model(c: Case) -> Iterator[Issue]:
 
 
 def _reference(c: Case) -> Iterator[Issue]:
-    if not any(method.needs_reference for method in c.methods):
+    is_teacher = c.has_teacher and c.recipe.teacher.weights == "initial"
+    if not (is_teacher or any(method.needs_reference for method in c.methods)):
         yield no_effect(
             "reference",
             why=f"{c.method.name} does not use a reference",
@@ -123,6 +129,21 @@ def _reference(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "reference.cache",
             why="every round has new completions, so no log-probability is reused",
+        )
+
+
+def _teacher(c: Case) -> Iterator[Issue]:
+    if not c.has_teacher:
+        yield no_effect(
+            "teacher",
+            why=f"{c.method.name} has no teacher",
+            fix="set method: hindsight",
+        )
+    elif c.recipe.teacher.weights == "ema" and c.recipe.parallel.shards_weights:
+        yield conflict(
+            "teacher.weights",
+            "a moving average of weights that are split over processes is not supported",
+            "set teacher.weights: initial, or parallel.shard: off and parallel.tensor: 1",
         )
 
 

@@ -492,6 +492,28 @@ class ReferenceSettings(Section):
             )
 
 
+class Teacher(Section):
+    weights: Literal["initial", "ema", "live"] = "initial"
+    """Weights of the teacher, which is the model itself. initial: those before training. ema: a
+    moving average of the weights during training. live: the current weights, with which the
+    teacher may drift together with the policy.
+    """
+    rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
+    """With weights: ema, the share of the policy's weights in each step's average."""
+    context: Literal["feedback", "demonstration"] = "feedback"
+    """What the column `feedback` contains, which the teacher reads after the prompt. feedback: what
+    the user wrote about the completion. demonstration: a good completion.
+    """
+    template: Annotated[Text, Field(pattern=r"\{feedback\}")] | None = None
+    """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say how the
+    user rated the completion if the row has a label.
+    """
+
+    def issues(self) -> Iterator[Issue]:
+        if self.weights != "ema":
+            yield no_effect("rate", why="the teacher is no average", fix="set teacher.weights: ema")
+
+
 class SourceSettings(Section):
     path: Text
     """A .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or a hub data set id."""
@@ -1266,6 +1288,8 @@ class Recipe(Section):
     """
     reference: ReferenceSettings = ReferenceSettings()
     """The model that the policy is compared with."""
+    teacher: Teacher = Teacher()
+    """The teacher of hindsight."""
     data: Data = Data()
     """Rows for training and evaluation."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])

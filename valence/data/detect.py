@@ -87,7 +87,8 @@ def resolve(
     present = {name for row in rows for name, value in row.items() if value is not None}
     filled = {key: name for key, name in {"label": "label", **keys}.items() if name in present}
     votes = Counter(filter(None, (candidates_of(row, keys, kind, filled) for row in rows)))
-    fitting = max(votes, key=lambda names: votes[names], default=())
+    # rows without what the method reads are left out, also if most rows are such
+    fitting = max(votes, key=lambda names: (_reads_kind(names, kind), votes[names]), default=())
     gives = {FORMATS[name].gives for name in fitting}
     is_partial = gives == {"prompt"} and kind != "prompt"
     is_partial |= gives == {"demonstration"} and kind not in (None, "demonstration", "prompt")
@@ -115,6 +116,13 @@ def resolve(
         code="format-ambiguous",
         fix=f"set {' or '.join(f'format: {name}' for name in fitting)} on this file; columns that "
         "the chosen format does not read are ignored",
+    )
+
+
+def _reads_kind(names: Sequence[str], kind: Kind | None) -> bool:
+    """Whether one of these formats reads feedback or labels, and the method needs them."""
+    return kind in ("feedback", "judgement") and any(
+        FORMATS[name].only == kind or "label" in FORMATS[name].required for name in names
     )
 
 
@@ -176,7 +184,7 @@ def candidates_of(
         and _accepts(f, row, keys, kind)
         # OpenAI's and ShareGPT's turns are distinguished one by one
         and (f.dialect is values.COLOSSAL) is is_colossal
-        and ((f.gives != "prompt" and not f.only) or names & CONTENT == f.required & CONTENT)
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT <= f.column_set)
     }
     return tuple(name for name, f in fits.items() if not any(_covers(g, f) for g in fits.values()))
 

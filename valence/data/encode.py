@@ -24,6 +24,7 @@ from valence.data.encoded_set import (
     TurnExamples,
     Unusable,
 )
+from valence.data.hindsight import TeacherContext
 from valence.data.template import (
     AsChat,
     ChatTemplate,
@@ -60,17 +61,21 @@ LongRows = Literal["drop", "cut_completion", "cut_prompt"]
 class _Tokens:
     """A prompt and its answers as tokens.
 
-    ``head``: tokens at the start of the prompt that no cut may take (BOS).
+    ``head``: tokens at the start of the prompt that no cut may take (BOS). ``teacher``: the prompt
+    of the teacher; empty without one.
     """
 
     prompt: tuple[int, ...]
     prompt_mask: tuple[bool, ...]
     answers: tuple[TokenizedCompletion, ...]
     head: int = 0
+    teacher: tuple[int, ...] = ()
 
     @property
     def length(self) -> Length:
-        return Length(len(self.prompt), tuple(len(a.ids) for a in self.answers))
+        """The prompt's is that of the longer of both prompts."""
+        prompt = max(len(self.prompt), len(self.teacher))
+        return Length(prompt, tuple(len(a.ids) for a in self.answers))
 
 
 @dataclass(slots=True)
@@ -88,7 +93,8 @@ class Encoder:
     """Turns examples into tokens with a tokenizer and its chat template.
 
     max_length: longest prompt with its answer, in tokens. answers: how many of these are for
-    answers that are still to come.
+    answers that are still to come. teacher: how feedback enters the prompt of the teacher; None if
+    the method has no teacher.
     long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids:
     tokens at which the model stops, by its generation config. Raises UserError for a template that
     is asked for and missing.
@@ -138,8 +144,10 @@ class Encoder:
         as_chat: AsChat = "auto",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Collection[int] = (),
+        teacher: TeacherContext | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.teacher = teacher
         self.max_length, self.answers = max_length - answers, answers
         self.long_rows: LongRows = long_rows
         self.train_on = train_on
@@ -159,6 +167,7 @@ class Encoder:
             "as_chat": self.as_chat,
             "chat_template_kwargs": self.template.kwargs,
             "stop_ids": self.stop_ids,
+            **({"teacher": repr(self.teacher)} if self.teacher else {}),
         }
 
     @cached_property
@@ -231,7 +240,10 @@ class Encoder:
         self, example: Example, source: str, state: _EncodingState
     ) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
-        state.follows = isinstance(example, Ranking)
+        feedback: Judgement | None = None
+        if self.teacher is not None and isinstance(example, Judgement) and example.feedback:
+            feedback, verdict = example, {**verdict, "kind": "feedback"}
+        state.follows = isinstance(example, Ranking) or feedback is not None
         trained_prompt = (
             state.earlier_turns_trainable
             and isinstance(example, Demonstration)
@@ -243,9 +255,9 @@ class Encoder:
             prompt = self._form(prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
                 state.notes.add("text_has_no_turns")
-            tokens = self._tokens(prompt, completions, trained_prompt, state)
+            tokens = self._tokens(prompt, completions, trained_prompt, state, feedback)
             state.length = tokens.length
-            fitted = self._fit(tokens, prompt, completions, trained_prompt, state)
+            fitted = self._fit(tokens, prompt, completions, trained_prompt, state, feedback)
         except RowError as error:
             state.rewritten = isinstance(error, RewrittenTurnError)
             return Unusable(
@@ -256,7 +268,7 @@ class Encoder:
                 source=source,
             )
         if fitted is None:
-            return self._too_long(tokens.length, example.origin, source)
+            return self._too_long(tokens, example.origin, source)
         return TokenizedExample(
             id=example.id,
             origin=example.origin,
@@ -265,6 +277,7 @@ class Encoder:
             answers=fitted.answers,
             weight=example.weight,
             source=source,
+            teacher_ids=fitted.teacher,
             **verdict,
         )
 
@@ -324,8 +337,11 @@ class Encoder:
         completions: Sequence[Content],
         trained_prompt: bool,
         state: _EncodingState,
+        feedback: Judgement | None = None,
     ) -> _Tokens:
-        """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
+        """``trained_prompt``: assistant turns of the prompt are in its mask. ``feedback``: the
+        example whose feedback the teacher reads. Raises RowError.
+        """
         if isinstance(prompt, Chat):
             tokens = self._chat_tokens(prompt, completions, trained_prompt, state)
         elif isinstance(prompt, Ids):
@@ -334,7 +350,38 @@ class Encoder:
             tokens = self._text_tokens(prompt, completions, state)
         if self.vocab.bos is not None and tokens.prompt[:2] == (self.vocab.bos, self.vocab.bos):
             state.notes.add("double_bos")
+        if feedback is not None:
+            return replace(
+                tokens, teacher=self._teacher_prompt(prompt, completions, feedback, tokens)
+            )
         return tokens
+
+    def _teacher_prompt(
+        self, prompt: Content, completions: Sequence[Content], feedback: Judgement, tokens: _Tokens
+    ) -> tuple[int, ...]:
+        """The tokens of the teacher's prompt. Raises RowError if the completion would have other
+        tokens behind it.
+        """
+        assert self.teacher is not None
+        text, answers = _readable(prompt), [_readable(c) for c in completions]
+        if text is None:
+            raise RowError(
+                "feedback_without_text",
+                "the prompt has tokens and no text, so feedback cannot be added to it",
+                "add the text of the prompt to the row",
+            )
+        text = self._form(text, [a for a in answers if a is not None])
+        assert not isinstance(text, Ids)
+        context = self.teacher.prompt(text, feedback.feedback, feedback.label)
+        is_text = not isinstance(prompt, Ids)
+        teacher = self._tokens(context, completions if is_text else (), False, _EncodingState())
+        if is_text and [a.ids for a in teacher.answers] != [a.ids for a in tokens.answers]:
+            raise RowError(
+                "feedback_changes_tokens",
+                "the completion has other tokens after a prompt with the feedback",
+                "remove the row, or use another chat template",
+            )
+        return teacher.prompt
 
     def _chat_tokens(
         self,
@@ -501,26 +548,29 @@ class Encoder:
         completions: Sequence[Content],
         trained_prompt: bool,
         state: _EncodingState,
+        feedback: Judgement | None = None,
     ) -> _Tokens | None:
         """The same within max_length, or None."""
         if tokens.length.longest <= self.max_length:
             return tokens
         fitted: _Tokens | None = None
         if self.long_rows == "cut_completion":
-            fitted = _cut_answers(tokens, self.max_length - len(tokens.prompt))
+            fitted = _cut_answers(tokens, self.max_length - tokens.length.prompt)
         elif self.long_rows == "cut_prompt":
             if isinstance(prompt, Chat):
                 shorter = (
-                    self._tokens(p, completions, trained_prompt, state) for p in _shorter(prompt)
+                    self._tokens(p, completions, trained_prompt, state, feedback)
+                    for p in _shorter(prompt)
                 )
                 fitted = next((t for t in shorter if t.length.longest <= self.max_length), None)
-            else:
+            elif not tokens.teacher:
                 fitted = _cut_prompt(tokens, self.max_length)
         if fitted is not None:
             state.notes.add(self.long_rows)
         return fitted
 
-    def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
+    def _too_long(self, tokens: _Tokens, origin: Origin, source: str) -> Unusable:
+        length = tokens.length
         text = {
             "drop": f"the row has {length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
@@ -532,6 +582,9 @@ class Encoder:
             if self.answers
             else ""
         )
+        without = len(tokens.prompt) + max(length.answers, default=0)
+        if tokens.teacher and without <= self.max_length:
+            text += f" with its feedback, and {without} without"
         reason = f"{text}; data.max_length is {self.max_length + self.answers}{reserved}"
         fix = f"set data.max_length to {length.longest + self.answers} or more, or shorten the row"
         if self.long_rows == "drop":
@@ -675,7 +728,7 @@ def _drop_partial_token_columns(
     has_names = np.array([bool(names) for names in units.names["columns"]], np.bool_)
     if not has_names.any():
         return units, None
-    is_ranking = units.has_kind("ranking")
+    is_ranking = units.has_kind("ranking") | units.has_kind("feedback")
     has_columns = has_names[units.answer_column("column_names")]
     examples = units.answer_examples
     is_incomplete = np.zeros(len(units), np.bool_)

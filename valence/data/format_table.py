@@ -134,6 +134,7 @@ SCORES_OF_PAIR = (
 )
 WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
+FEEDBACK = "feedback|comment|critique|follow_up|demonstration"
 MORE = "system|system_prompt tools"
 ALPACA = "input system history"
 ONE, TWO = (
@@ -199,6 +200,11 @@ FORMATS: dict[str, Format] = {
         "preference", "instruction chosen rejected", f"{ALPACA} {SCORES_OF_PAIR}"),
 }  # fmt: skip
 SHAPES: dict[str, Format] = {
+    # What the reader of an answer wrote about it
+    "feedback": Format(
+        "judgement", f"{PROMPT} {ANSWER} {FEEDBACK}", f"label score {MORE}", only="feedback"),
+    "feedback_messages": Format(
+        "judgement", f"{TURNS} {FEEDBACK}", f"label score {MORE}", only="feedback"),
     # Two answers, and which one is better
     "shp": Format(
         "preference", "history=prompt human_ref_A=first human_ref_B=second labels=label"),

@@ -32,12 +32,14 @@ from valence.types import (
 
 T = TypeVar("T")
 D = TypeVar("D")
-RATINGS = ("label", "score")
+RATINGS = ("label", "score", "feedback")
 """Parts that a person fills in, and may leave out."""
 LEFT_OUT = "row-left-out"
-UNDECIDED = ("row-tied", "row-turns-differ", LEFT_OUT)
-"""Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, and
-those that the function of a format leaves out.
+UNRATED = "row-unrated"
+UNDECIDED = ("row-tied", "row-turns-differ", UNRATED, LEFT_OUT)
+"""Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, answers
+with feedback and no label or the other way round, and those that the function of a format leaves
+out.
 """
 TURNS_DIFFER = "its answers belong to different conversations"
 TURNS_DIFFER_FIX = (
@@ -323,6 +325,7 @@ def _read_judgement(row: Columns) -> Judgement:
         score=row.parse("score", values.number, None),
         attributes=row.parse("scores", values.attributes, {})
         or {name: score for name, score in scores.items() if score is not None},
+        feedback=row.parse("feedback", values.text, "").strip(),
         error=str(row.get("error")) if has_failed(row.value, row.columns) else "",
         is_truncated=row.get("stop") == "length",
         **row.common,
@@ -541,6 +544,12 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _has_feedback(value: Mapping[str, Any]) -> bool:
+    """Whether a row has text about its answer, for a method that reads no label."""
+    feedback = value.get("feedback")
+    return isinstance(feedback, str) and bool(feedback.strip())
+
+
 def _is_missing(row: Columns, part: str) -> bool:
     """Whether a row does not have a part, such as a rating of blanks alone."""
     value = row.get(part)
@@ -587,6 +596,9 @@ def read_example(
         and _is_missing(row, part)
         and not (part == "score" and has_failed(value, columns))
     }
+    if "feedback" in missing or ("label" in missing and _has_feedback(value)):
+        what = "feedback" if "feedback" in missing else "label"
+        raise UserError(f"the row has no {what}", code=UNRATED, fix=f"add {what}")
     if missing:
         raise _missing_columns(
             name,

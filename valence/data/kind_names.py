@@ -14,6 +14,7 @@ WORDS: dict[Kind, str] = {
     "ranking": "several scored completions per prompt",
     "prompt": "prompts",
     "scored": "completions with a label, a score or attributes",
+    "feedback": "completions with what their reader wrote about them",
 }
 METHOD_FOR: dict[Kind, str] = {
     "judgement": "kto",
@@ -22,6 +23,7 @@ METHOD_FOR: dict[Kind, str] = {
     "ranking": "grpo",
     "prompt": "grpo with a reward",
     "scored": "pointwise",
+    "feedback": "hindsight",
 }
 """The method to suggest for rows of each kind."""
 METHOD_WORDS: dict[Kind, str] = {
@@ -31,6 +33,7 @@ METHOD_WORDS: dict[Kind, str] = {
     "ranking": "ranked group",
     "prompt": "reward rl rlhf rlvr online verifier",
     "scored": "score reward_model rm",
+    "feedback": "comment follow_up critique text self_distillation sdpo sdft",
 }
 """Words for rows of each kind that people write for a method, in the singular."""
 COLUMNS_OF: dict[Kind, str] = {
@@ -40,6 +43,7 @@ COLUMNS_OF: dict[Kind, str] = {
     "ranking": "prompt, completions and scores",
     "prompt": "prompt",
     "scored": "prompt, completion, and score or label",
+    "feedback": "prompt, completion and feedback",
 }
 """The columns to suggest for rows of each kind."""
 

@@ -174,6 +174,8 @@ def _split_failed(
 
 
 def _is_of_kind(e: Example, kind: Kind) -> bool:
+    if isinstance(e, Judgement) and kind == "feedback":
+        return bool(e.feedback)
     if isinstance(e, Judgement) and kind in ("judgement", "scored"):
         return e.label is not None or (kind == "scored" and bool(ratings_of(e)))
     return KINDS[type(e)] == kind

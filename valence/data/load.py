@@ -32,6 +32,7 @@ from valence.data.formats import (
     TURNS_DIFFER,
     TURNS_DIFFER_FIX,
     UNDECIDED,
+    UNRATED,
     columns_read,
     lookup,
     read_example,
@@ -807,7 +808,7 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
     except UserError as error:
         hint = (
             f" (the row looks like the format {other})"
-            if other and error.code != "row-rating-missing"
+            if other and error.code not in ("row-rating-missing", UNRATED)
             else ""
         )
         return BadRow(

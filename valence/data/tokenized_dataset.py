@@ -26,19 +26,21 @@ EXAMPLE_DTYPES = {
     "id": np.uint64, "path": np.int32, "line": np.int64, "source": np.int32, "kind": np.int8,
     "label": np.int8, "margin": np.float64, "soft": np.float64, "weight": np.float64,
     "num_answers": np.int32, "num_scores": np.int32, "num_attributes": np.int32,
-    "margin_is_int": np.bool_, "soft_is_int": np.bool_, "fingerprint": np.int64,
+    "margin_is_int": np.bool_, "soft_is_int": np.bool_, "has_teacher": np.bool_,
+    "fingerprint": np.int64,
 }  # fmt: skip
 """Columns with one value per example.
 
 ``path``, ``source``: indices into the file names. ``label``: 1 for True, 0 for False, -1 for None.
 ``soft``: NaN for None. ``*_is_int``: whether the value was a Python integer, because fingerprints
-differ for 1 and 1.0.
+differ for 1 and 1.0. ``has_teacher``: whether the last part is the prompt of a teacher.
 """
 PART_DTYPES = {
     "num_tokens": np.int32, "num_trained": np.int32, "digest": np.uint64, "complete": np.bool_,
     "ends_trained": np.bool_, "column_names": np.int32,
 }  # fmt: skip
-"""Columns with one value per part of an example. The parts are its prompt, then its answers.
+"""Columns with one value per part of an example. The parts are its prompt, then its answers, then
+the prompt of its teacher if it has one.
 
 ``num_trained``: number of tokens in the loss mask. ``digest``: hash of the tokens.
 ``ends_trained``: whether the last token is in the loss mask. ``column_names``: index of the tuple
@@ -160,6 +162,8 @@ def fingerprint(unit: TokenizedExample) -> int:
         unit.weight,
     )
     digest.update(repr((*rest, columns) if any(columns) else rest).encode())
+    if unit.teacher_ids:
+        digest.update(array("q", unit.teacher_ids).tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -183,6 +187,7 @@ class DatasetBuilder:
         add("weight", unit.weight)
         add("margin_is_int", isinstance(unit.margin, int))
         add("soft_is_int", isinstance(unit.soft, int))
+        add("has_teacher", bool(unit.teacher_ids))
         add("fingerprint", fingerprint(unit))
         add("num_answers", len(unit.answers))
         add("num_scores", len(unit.scores))
@@ -197,6 +202,8 @@ class DatasetBuilder:
         self._add_part(TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
         for answer in unit.answers:
             self._add_part(answer)
+        if unit.teacher_ids:
+            self._add_part(_as_part(unit.teacher_ids))
 
     def _add_part(self, part: TokenizedCompletion) -> None:
         self._add("num_tokens", len(part.ids))
@@ -225,6 +232,11 @@ class DatasetBuilder:
         return {name: np.array(self.values[name], dtype) for name, dtype in DTYPES.items()}
 
 
+def _as_part(prompt: tuple[int, ...]) -> TokenizedCompletion:
+    """A prompt that is not trained on, as a part of an example."""
+    return TokenizedCompletion(prompt, (False,) * len(prompt))
+
+
 def build_dataset(units: Iterable[TokenizedExample]) -> TokenizedDataset:
     """Store these examples in arrays. Their ids must be hexadecimal numbers."""
     builder = DatasetBuilder()
@@ -243,7 +255,7 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     def __init__(self, columns: Mapping[str, Array], names: Mapping[str, Sequence[Any]]) -> None:
         self.columns, self.names = columns, names
-        self._first_part = offsets(columns["num_answers"] + 1)
+        self._first_part = offsets(columns["num_answers"] + 1 + columns["has_teacher"])
         self._first_token = offsets(columns["num_tokens"])
         self._first_score = offsets(columns["num_scores"])
         self._first_attribute = offsets(columns["num_attributes"])
@@ -266,6 +278,7 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
         )
         prompt, *answers = self._parts(index)
         columns = self.columns
+        teacher = answers.pop().ids if columns["has_teacher"][index] else ()
         return TokenizedExample(
             id=f"{content:016x}",
             origin=self.origins.item(index),
@@ -280,6 +293,7 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
             soft=None if soft != soft else int(soft) if columns["soft_is_int"][index] else soft,
             weight=weight,
             source=self.names["files"][source],
+            teacher_ids=teacher,
         )
 
     @cached_property
@@ -290,7 +304,7 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
         return [self.columns[name].item for name in names]
 
     def _parts(self, index: int) -> list[TokenizedCompletion]:
-        """The prompt and the answers of an example."""
+        """The prompt, the answers, and the teacher's prompt of an example."""
         columns, parts = self.columns, list[TokenizedCompletion]()
         first, last = self._first_part.item(index), self._first_part.item(index + 1)
         start = self._first_token.item(first)
@@ -352,11 +366,12 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
         return self.columns["kind"] == KINDS.index(kind)
 
     @property
-    def is_prompt(self) -> NDArray[np.bool_]:
-        """Whether each part is a prompt."""
-        is_prompt = np.zeros(len(self.columns["num_tokens"]), np.bool_)
-        is_prompt[self._first_part[:-1]] = True
-        return is_prompt
+    def is_answer(self) -> NDArray[np.bool_]:
+        """Whether each part is an answer."""
+        is_answer = np.ones(len(self.columns["num_tokens"]), np.bool_)
+        is_answer[self._first_part[:-1]] = False
+        is_answer[self._first_part[1:][self.columns["has_teacher"]] - 1] = False
+        return is_answer
 
     @property
     def answer_examples(self) -> NDArray[np.int64]:
@@ -382,12 +397,12 @@ class TokenizedDataset(LazySequence[TokenizedExample]):
 
     def answer_column(self, name: str) -> Array:
         """A column of the parts for answers only: one value per answer."""
-        return self.columns[name][~self.is_prompt]
+        return self.columns[name][self.is_answer]
 
     @property
     def last_tokens(self) -> set[int]:
         """The distinct last tokens of answers."""
-        ends = self._first_token[1:][~self.is_prompt] - 1
+        ends = self._first_token[1:][self.is_answer] - 1
         return set(np.unique(self.columns["tokens"][ends]).tolist())
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from valence.losses import (
     advantage,
     coupled,
+    distillation,
     imitation,
     metrics,
     policy,
@@ -101,6 +102,8 @@ class Loss:
             fields["data"] = "preference"
         elif view == "score":
             fields["data"] = "scored"
+        elif "teacher_t" in reads:
+            fields["data"] = "feedback"
         elif view == "seq" and "label" in reads:
             fields["data"] = "judgement"
         elif not reads.isdisjoint(OF_SAMPLES):
@@ -118,6 +121,8 @@ class Loss:
                 "credit": advantage.within_group,
                 "advantage": advantage.of_group_norm,
             }
+        elif "teacher_t" in reads:
+            fields["metrics"] = metrics.distillation
         elif view == "token":
             fields["metrics"] = metrics.imitation
         elif data == "demonstration":
@@ -140,7 +145,13 @@ class Loss:
     @property
     def needs_reference(self) -> bool:
         """Whether it reads the reference, also in place of the old policy of stored completions."""
-        return any(name.startswith(("ref", "old")) for name in self.reads)
+        names = ("ref",) if self.needs_teacher else ("ref", "old")
+        return any(name.startswith(names) for name in self.reads)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it reads the teacher's log-probabilities."""
+        return "teacher_t" in self.reads
 
     def refers(self, settings: Settings) -> bool:
         """Whether it reads the reference even if the sampling policy's log-probabilities are known."""
@@ -355,6 +366,7 @@ _TABLE: dict[str, Loss] = {
     "ordinal":           _row(reward.ordinal),
     "sft":               _row(imitation.sft, direction={"chosen": 1}),
     "dft":               _row(imitation.dft, direction={"chosen": 1}),
+    "hindsight":         _row(distillation.hindsight, average="seq_mean_token_mean", direction={}),
     "grpo":              _row(policy.ppo_clip, _SAMPLED, average="seq_mean_token_mean", metrics=metrics.clipped_tokens),
     "dr_grpo":           _row(policy.ppo_clip, _SAMPLED, average="constant", metrics=metrics.clipped_tokens,
                               credit=advantage.above_group, advantage=advantage.of_group_centre),

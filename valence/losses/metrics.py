@@ -119,6 +119,22 @@ def imitation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metric
     return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
+def distillation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
+    """The signal of the teacher, log p_teacher - logp (nats per token): its mean, its mean absolute
+    value, and the share of tokens where it is clipped. With the mean log-probability.
+    """
+    logp = view["logp_t"].detach()
+    signal, limit = view["teacher_t"] - logp, settings.get("clip")
+    numbers: Metrics = {
+        "logps/token": mean(logp),
+        "signal/mean": mean(signal),
+        "signal/size": mean(signal.abs()),
+    }
+    if limit is not None:
+        numbers["signal/clipped"] = mean((signal.abs() > limit).to(signal))
+    return numbers
+
+
 def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Metrics of policy-gradient losses, means over tokens.
 

@@ -149,6 +149,8 @@ class Method:
         """Default learning rates."""
         if self.is_reward_model:
             kind = "reward_model"
+        elif self.loss.needs_teacher:
+            kind = "distillation"
         elif self.loss.data == "demonstration":
             kind = "imitation"
         elif self.loss.data == "ranking":

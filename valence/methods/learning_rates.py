@@ -40,6 +40,11 @@ LEARNING_RATES: dict[str, LearningRates] = {
         "Tunstall et al. 2023, arXiv 2310.16944 (5e-7)",
         1e-4, _ADAPTERS,
     ),
+    "distillation": LearningRates(
+        "hindsight",
+        2e-6, "Kleine Buening et al. 2026, arXiv 2603.12273 (2e-6)",
+        2e-5, _TEN_TIMES,
+    ),
     "orpo": LearningRates(
         "orpo, whose loss has a likelihood term of weight 1",
         8e-6, "Hong et al. 2024, arXiv 2403.07691 (8e-6)",

@@ -26,6 +26,7 @@ from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
 from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
 from valence.data.example_store import ExamplesById, ExampleStore
+from valence.data.hindsight import TeacherContext
 from valence.data.load import Loaded, load, load_split, sources_from
 from valence.data.objects import Rows
 from valence.data.sampler import Sampler, canonical_order
@@ -244,9 +245,21 @@ class Prepared:
 
     @property
     def needs_reference(self) -> bool:
-        return reads_reference(self.recipe) or any(
-            method_of(part.method).needs_reference for part in self.recipe.mix
+        is_teacher = self.needs_teacher and self.recipe.teacher.weights == "initial"
+        return (
+            is_teacher
+            or reads_reference(self.recipe)
+            or any(method.needs_reference for method in self.methods[1:])
         )
+
+    @property
+    def methods(self) -> list[Method]:
+        """The method of the run, and those of `mix`."""
+        return [self.method, *(method_of(part.method) for part in self.recipe.mix)]
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(method.loss.needs_teacher for method in self.methods)
 
     @property
     def evaluation_interval(self) -> int:
@@ -354,7 +367,11 @@ def prepare(
         }
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
-        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
+        context = TeacherContext(recipe.teacher.context, recipe.teacher.template)
+        encoder = Encoder(
+            tokenizer, max_length=data.max_length, answers=answers,
+            teacher=context if method.loss.needs_teacher else None, **encoder_options,
+        )  # fmt: skip
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -379,14 +396,20 @@ def prepare(
             raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
         leave_out = _is_held_out(corpora["eval"]) if data.split and "eval" in corpora else None
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
+            part_method = method_of(part.method)
             part_data = data.model_copy(
                 update={"convert": part.convert, "threshold": part.threshold}
             )
             corpora[_mix(i)] = read_corpus(
                 part.train,
-                method_of(part.method),
+                part_method,
                 part_data,
-                Encoder(tokenizer, max_length=data.max_length, **encoder_options),
+                Encoder(
+                    tokenizer,
+                    max_length=data.max_length,
+                    teacher=context if part_method.loss.needs_teacher else None,
+                    **encoder_options,
+                ),
                 console,
                 leave_out=leave_out,
             )

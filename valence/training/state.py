@@ -83,6 +83,10 @@ class TrainState:
         """
         self.recipe = recipe = prepared.recipe
         self.policy, self.reference, self.group, self._log = policy, reference, group, log
+        weights = recipe.teacher.weights if prepared.needs_teacher else "live"
+        self.teacher = reference if weights == "initial" else None
+        if weights == "ema":
+            self.teacher = SyncedReference(policy)
         has_rows = "train" in prepared.corpora
         self.budget = Budget(micro_batch_tokens)
         self.objective = self._objective(prepared.method, settings_of_step(recipe))
@@ -121,6 +125,7 @@ class TrainState:
             self.budget.at(0, "evaluation"),
             self.recipe.data.max_length,
             router_aux_loss=self.recipe.train.router_aux_loss,
+            teacher=self.teacher if method.loss.needs_teacher else None,
         )
 
     @property
@@ -132,6 +137,12 @@ class TrainState:
     def objectives(self) -> list[Objective]:
         """Everything that a step trains with; the run's own method comes first."""
         return [self.objective, *(objective for _, objective in self.auxiliary)]
+
+    @property
+    def moving_teacher(self) -> SyncedReference | None:
+        """The teacher if it is a moving average of the policy."""
+        is_moving = self.recipe.teacher.weights == "ema"
+        return self.teacher if is_moving and isinstance(self.teacher, SyncedReference) else None
 
     @property
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:
@@ -166,6 +177,8 @@ class TrainState:
         registry = Registry()
         registry.add("weights", StateFunctions(self._weights, self._load_weights))
         registry.add("reference", StateFunctions(self._reference, self._load_reference))
+        if self.moving_teacher is not None:
+            registry.add("teacher", StateFunctions(self._teacher, self._load_teacher))
         registry.add("optimizer", StateFunctions(self.optimizer.state_dict, self._load_optimizer))
         registry.add("scheduler", self.scheduler)
         registry.add("shifts", StateFunctions(self._shifts, self._load_shifts))
@@ -275,6 +288,14 @@ class TrainState:
                 where="reference.model" if self.recipe.reference.model else "model.name",
                 fix="restore the original model, or start over with --fresh",
             )
+
+    def _teacher(self) -> State:
+        assert self.moving_teacher is not None
+        return {"weights": dict(self.moving_teacher.weights)}
+
+    def _load_teacher(self, state: Mapping[str, Any]) -> None:
+        assert self.moving_teacher is not None
+        state_files.put(state["weights"], self.moving_teacher.weights)
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state_files.for_optimizer(state, self.optimizer))

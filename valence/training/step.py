@@ -137,8 +137,9 @@ class Objective:
     Split invariance: counts and statistics of the complete step, over all ranks, are known before
     the first backward pass. ``micro_batch_tokens`` changes no result.
 
-    shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss of
-    routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
+    teacher: computes the teacher's log-probabilities; None: the policy itself, with its current
+    weights. shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss
+    of routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
     the loss of a step depends on ``micro_batch_tokens``.
     """
 
@@ -151,6 +152,7 @@ class Objective:
     max_length: int
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
     router_aux_loss: float = 0.0
+    teacher: Reference | None = None
 
     @property
     def has_collectives(self) -> bool:
@@ -230,6 +232,8 @@ class Objective:
             for batch, is_dummy in rounds:
                 with rounds.running(), torch.set_grad_enabled(backward):
                     ref = self.reference_logps(batch, is_dummy=is_dummy)
+                    if loss.needs_teacher:
+                        batch = self._with_teacher(batch, is_dummy=is_dummy)
                     out = policy(batch, () if is_dummy else outputs)
                     if is_dummy:
                         if backward:
@@ -397,10 +401,22 @@ class Objective:
         return MicroBatchRounds(batches, self.policy, self.group, progress)
 
     def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
-        """Return the reference's log-probabilities, if there is one. Dummy rows are not cached."""
-        if is_dummy and isinstance(self.reference, CachedReference):
-            return self.reference.join_collectives(batch)
-        return self.reference(batch) if self.reference else None
+        """Return the reference's log-probabilities, if there is one."""
+        return _logps(self.reference, batch, is_dummy=is_dummy) if self.reference else None
+
+    @torch.no_grad()
+    def _with_teacher(self, batch: MicroBatch, *, is_dummy: bool) -> MicroBatch:
+        """Return the micro-batch with the teacher's log-probabilities as a token column."""
+        assert batch.teacher is not None
+        assert batch.teacher_rows is not None
+        if self.teacher is not None:
+            logp = _logps(self.teacher, batch.teacher, is_dummy=is_dummy)
+        else:
+            trains = self.policy.training
+            logp = self.policy.eval()(batch.teacher).logp  # without the dropout of an adapter
+            self.policy.train(trains)
+        columns = {**batch.token_columns, "teacher": logp[batch.teacher_rows]}
+        return replace(batch, token_columns=columns)
 
     def _coupled_loss(
         self,
@@ -634,6 +650,13 @@ class MicroBatchRounds:
             if not out_of_memory(error):
                 raise
             self._failure = error
+
+
+def _logps(reference: Reference, batch: MicroBatch, *, is_dummy: bool) -> Tensor:
+    """Return the log-probabilities of a reference. Those of dummy rows are not cached."""
+    if is_dummy and isinstance(reference, CachedReference):
+        return reference.join_collectives(batch)
+    return reference(batch)
 
 
 def _zero(out: PolicyOutput) -> Tensor:

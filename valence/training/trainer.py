@@ -376,7 +376,7 @@ class Trainer:
         counters.step += 1
         self.examples.finish_step()
         if is_applied:
-            self._sync_reference()
+            self._follow_policy()
         counters.tokens_seen += result.tokens
         counters.examples_seen += num_examples
         if is_applied:
@@ -406,14 +406,21 @@ class Trainer:
             )
         return result
 
-    def _sync_reference(self) -> None:
-        """Move a reference that follows the policy, every ``reference.sync_every`` steps."""
-        reference, settings = self.state.reference, self.recipe.reference
-        if not isinstance(reference, SyncedReference) or not settings.sync_every:
-            return
-        if self.step % settings.sync_every == 0:
-            with self.state.evaluation_weights():
-                reference.follow(self.state.trained_weights, settings.sync_mix)
+    def _follow_policy(self) -> None:
+        """Move a teacher that is a moving average, and a reference that follows the policy every
+        ``reference.sync_every`` steps.
+        """
+        state, settings = self.state, self.recipe.reference
+        followers: list[tuple[SyncedReference, float]] = []
+        if state.moving_teacher is not None:
+            followers.append((state.moving_teacher, self.recipe.teacher.rate))
+        is_due = settings.sync_every is not None and self.step % settings.sync_every == 0
+        if isinstance(state.reference, SyncedReference) and is_due:
+            followers.append((state.reference, settings.sync_mix))
+        if followers:
+            with state.evaluation_weights():
+                for follower, mix in followers:
+                    follower.follow(state.trained_weights, mix)
 
     def _update(self) -> tuple[StepResult, float, bool, int]:
         """Return the measurements of a step, the norm of its gradient, whether it was applied, and
