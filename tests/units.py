@@ -71,6 +71,7 @@ def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
             scores=tuple(draw.choice([0.0, 0.5, 2.0]) for _ in range(sides))
             if kind == "ranking"
             else (),
+            teacher_ids=ids(2, 14) if kind == "feedback" else (),
         )
         for i in range(count)
     ]
@@ -176,4 +177,5 @@ def objective(
         SingleProcess(),
         budget,
         max_length,
+        teacher=reference if method.loss.needs_teacher else None,
     )

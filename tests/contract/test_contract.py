@@ -234,6 +234,17 @@ def test_a_modifier_of_sampled_answers_changes_the_gradient(
         torch.testing.assert_close(changed, plain, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_teacher])
+def test_a_teacher_that_is_the_policy_and_reads_the_same_prompt_has_no_signal(name: str) -> None:
+    policy, _ = equal_models()
+    rows = [replace(row, teacher_ids=row.prompt_ids) for row in units_for(name)]
+    outcome, numbers, grad = gradient(objective(name, policy, None), rows)
+    assert float(outcome.loss) == float(grad.norm()) == numbers["signal/size"] == 0
+    _, numbers, grad = gradient(objective(name, policy, None), units_for(name))
+    assert numbers["signal/size"] > 0.01
+    assert grad.norm() > 1e-4
+
+
 @cache
 def equal_models() -> tuple[PolicyModel, Reference]:
     policy, same = policy_and_reference()
@@ -281,6 +292,9 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     n = torch.bincount(batch.cpu_scored[1])[batch.sequence_ids].double()
     logp = (-batch.loss_mask.double() / n).requires_grad_()
     ref = logp.detach() if actual.method.needs_reference else None
+    if loss.needs_teacher:  # which finds every token more likely
+        teacher = logp.detach()[batch.scored] + 0.5
+        batch = replace(batch, token_columns={**batch.token_columns, "teacher": teacher})
     count, shared = of_the_step(actual, batch)
     if actual.method.needs_kl_pairs:
         shared["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)

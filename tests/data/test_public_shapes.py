@@ -311,6 +311,13 @@ SHAPES_READ = [
     Shape(FACTORY + "README.md (alpaca KTO)", "judgement", {
         "instruction": "Is it wet?", "input": "", "output": "Yes.", "kto_tag": False,
     }, judged(chat(ASK), chat(YES), label=False)),
+    # What the reader of an answer wrote
+    Shape("a table of answers with comments", "feedback", {
+        "question": "Is it wet?", "response": "Yes.", "comment": "Too short.", "rating": 2,
+    }, judged(feedback="Too short.")),
+    Shape("a chat log with the next message of the user", "feedback", {
+        "messages": [ASK, YES], "follow_up": "No, in French.",
+    }, judged(chat(ASK), chat(YES), feedback="No, in French.")),
     # Answers to imitate
     Shape(HUB + "openai/gsm8k", "demonstration", {
         "question": "Is it wet?", "answer": "Yes.\n#### 1",

@@ -68,6 +68,13 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
         "These losses train a model to imitate the completions in the rows (demonstrations).",
         lambda m: m.kind == "demonstration",
     ),
+    "feedback": (
+        "Losses for feedback in words",
+        "These losses train on completions with what their readers wrote about them. The teacher "
+        "is the model itself, which also reads the feedback. "
+        "[Learn from what people write](../train/hindsight.md) explains the method.",
+        lambda m: m.kind == "feedback",
+    ),
     "policy-gradient": (
         "Policy-gradient losses",
         "These losses train on several scored completions per prompt. The completions are stored in "

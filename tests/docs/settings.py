@@ -32,6 +32,7 @@ SECTIONS = {
     "method": "The method",
     "model": "The model to train",
     "reference": "The reference model",
+    "teacher": "The teacher of hindsight",
     "data": "Training, evaluation and test rows",
     "loss": "The loss",
     "train": "Optimizer and steps",

@@ -35,8 +35,9 @@ STEP = 1e-4
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Of each token that is read: its log-probability under policy and reference, the policy's log
-    sum_v p_v^2, and what its value head says before it. Of the answer: what a reward model scores
+    """Of each token that is read: its log-probability under policy, reference and teacher (the
+    reference after the prompt of the teacher), the policy's log sum_v p_v^2, and what its value
+    head says before it. Of the answer: what a reward model scores
     each attribute with, and its thresholds.
     """
 
@@ -46,6 +47,7 @@ class ModelOutputs:
     critic: tuple[float, ...] = ()
     score: tuple[float, ...] = ()
     thresholds: tuple[float, ...] = ()
+    teacher: tuple[float, ...] = ()
 
     @property
     def n(self) -> int:
@@ -157,7 +159,13 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[ModelOutputs]]:
     say = _outputs if of in ("tokens", "values") else _scored
     models(of).move(distance)
     results = [
-        [say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers]
+        [
+            replace(
+                say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of),
+                teacher=_teacher(row.teacher_ids, a) if row.teacher_ids else (),
+            )
+            for a in row.answers
+        ]
         for row in rows(kind)
     ]
     models(of).move(-distance)
@@ -180,6 +188,10 @@ def _outputs(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> ModelOutpu
     values = _values(both.policy, ids) if of == "values" else []
     spread = tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read)
     return ModelOutputs(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
+
+
+def _teacher(prompt: tuple[int, ...], answer: TokenizedCompletion) -> tuple[float, ...]:
+    return _outputs(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens").ref
 
 
 def _head(policy: PolicyModel) -> torch.nn.Linear:

@@ -220,6 +220,18 @@ def dft(step: Step) -> float:
     return -sum(row.weight * x for row, x in zip(step.rows, results, strict=True)) / tokens
 
 
+def hindsight(step: Step) -> float:
+    """The signal and its weight are numbers, not differentiated."""
+    result = 0.0
+    for row, (held,), (message,) in zip(step.rows, step.held, step.now, strict=True):
+        signals = [
+            min(max(t - x, -step.settings["clip"]), step.settings["clip"])
+            for t, x in zip(held.teacher, held.logp, strict=True)
+        ]
+        result -= row.weight * dot(signals, message.logp) / message.n
+    return result / len(step.rows)
+
+
 @dataclass(frozen=True)
 class Token:
     """Of a token that is read: what a loss of tokens reads of it (``now``; ``held`` where it is not
@@ -493,6 +505,7 @@ STEP_FORMULAS: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "aot": (aot, BETA),
     "sft": (sft, {}),
     "dft": (dft, {}),
+    "hindsight": (hindsight, {"clip": 5.0, "max_ratio": 2.0}),
     "grpo": (policy(of_token(ppo_formula), within_group, "answers"), CLIP),
     "dr_grpo": (
         policy(of_token(ppo_formula), above_group, "constant"),

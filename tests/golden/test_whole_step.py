@@ -82,6 +82,7 @@ CASES += [
     ("cispo", {"eps_high": 1.1}),
     ("grpo", {"humanline": (-0.6, 1.5), "kl_weight": 0.3}),
     ("bradley_terry", {"center_coef": 0.25}),
+    ("hindsight", {"clip": 0.1}),
     *(("pointwise", {"error": error}) for error in ("squared", "huber")),
 ]
 

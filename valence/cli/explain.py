@@ -26,6 +26,7 @@ AVERAGES: dict[Average, str] = {
 SIDES: dict[str, dict[str, str]] = {
     "judgement": {"chosen": "thumbs up", "rejected": "thumbs down"},
     "demonstration": {"chosen": "the demonstration"},
+    "feedback": {"chosen": "tokens with a positive signal of the teacher"},
     "scored": {"chosen": "good completions", "rejected": "bad completions"},
     "ranking": {
         "chosen": "completions with a score above the mean",

@@ -18,9 +18,22 @@ def settings_of_step(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.loss, **limit}
 
 
+def methods_in(recipe: Recipe) -> list[Method]:
+    """The method of a recipe, and those of `mix`."""
+    return [method_in(recipe), *(method_of(part.method) for part in recipe.mix)]
+
+
+def has_initial_teacher(recipe: Recipe) -> bool:
+    """Whether the teacher of a run has the weights before training, as the reference has."""
+    needs_teacher = any(method.loss.needs_teacher for method in methods_in(recipe))
+    return needs_teacher and recipe.teacher.weights == "initial"
+
+
 def reads_reference(recipe: Recipe) -> bool:
-    """Whether a run of this recipe needs a reference."""
-    method = method_in(recipe)
+    """Whether a run of this recipe needs a reference, which may be its teacher."""
+    method, *mixed = methods_in(recipe)
+    if has_initial_teacher(recipe) or any(other.needs_reference for other in mixed):
+        return True
     if not method.online:
         return method.needs_reference
     if method.loss_reads_reference(recipe.loss):

@@ -29,7 +29,7 @@ from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
 from valence.data.tokenized_dataset import KINDS, Array, LazySequence, Origins, TokenizedDataset
 from valence.statistics import quantile
-from valence.types import Example
+from valence.types import Example, plural
 
 T = TypeVar("T")
 
@@ -271,7 +271,7 @@ def _class(kind: int, label: int) -> str:
     """The class of a row, from its values in the columns of a TokenizedDataset."""
     if KINDS[kind] == "judgement":
         return {1: "up", 0: "down", -1: "scored"}[label]
-    return f"{KINDS[kind]}s"
+    return plural(KINDS[kind])
 
 
 def _count_classes(units: TokenizedDataset, rows: Array | slice = slice(None)) -> Counter[str]:

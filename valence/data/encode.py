@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -155,6 +156,13 @@ class Encoder:
         self.vocab = Vocab(tokenizer)
         self.stop_ids = tuple(i for i in stop_ids if 0 <= i < len(tokenizer))
         self.template = ChatTemplate(tokenizer, chat_template_kwargs, self.stop_ids)
+
+    def with_teacher(self, teacher: TeacherContext) -> Encoder:
+        """The same, which also encodes the prompts of a teacher."""
+        encoder = copy(self)
+        encoder.teacher = teacher
+        encoder.__dict__.pop("digest", None)
+        return encoder
 
     @property
     def settings(self) -> dict[str, Any]:

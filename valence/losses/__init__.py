@@ -102,7 +102,7 @@ class Loss:
             fields["data"] = "preference"
         elif view == "score":
             fields["data"] = "scored"
-        elif "teacher_t" in reads:
+        elif self.needs_teacher:
             fields["data"] = "feedback"
         elif view == "seq" and "label" in reads:
             fields["data"] = "judgement"
@@ -121,7 +121,7 @@ class Loss:
                 "credit": advantage.within_group,
                 "advantage": advantage.of_group_norm,
             }
-        elif "teacher_t" in reads:
+        elif view == "token" and self.needs_teacher:
             fields["metrics"] = metrics.distillation
         elif view == "token":
             fields["metrics"] = metrics.imitation
@@ -151,7 +151,7 @@ class Loss:
     @property
     def needs_teacher(self) -> bool:
         """Whether it reads the teacher's log-probabilities."""
-        return "teacher_t" in self.reads
+        return not {"teacher_t", "teacher"}.isdisjoint(self.reads)
 
     def refers(self, settings: Settings) -> bool:
         """Whether it reads the reference even if the sampling policy's log-probabilities are known."""
@@ -292,14 +292,14 @@ class Loss:
     def rewards(self, view: Named, settings: Settings) -> Rewards | None:
         """Implicit rewards without gradient: of both sides of pairs [P] each, or of all [S].
 
-        None if the loss has no implicit reward.
+        None if the loss has no implicit reward, or none of this view.
         """
-        if self.reward is None:
+        if self.reward is None or view.keys().isdisjoint(("logp", "logp_w")):
             return None
         ends = ("_w", "_l") if "logp_w" in view else ("",)
         rewards: list[Tensor] = []
         for end in ends:
-            names = [name for name in ("logp", "ref", "n") if f"{name}{end}" in view]
+            names = [name for name in ("logp", "ref", "teacher", "n") if f"{name}{end}" in view]
             sums = {name: view[f"{name}{end}"].detach() for name in names}
             sums["chosen"] = torch.full_like(sums["logp"], end == "_w", dtype=torch.bool)
             rewards.append(self.reward(sums, settings))
@@ -366,7 +366,7 @@ _TABLE: dict[str, Loss] = {
     "ordinal":           _row(reward.ordinal),
     "sft":               _row(imitation.sft, direction={"chosen": 1}),
     "dft":               _row(imitation.dft, direction={"chosen": 1}),
-    "hindsight":         _row(distillation.hindsight, average="seq_mean_token_mean", direction={}),
+    "hindsight":         _row(distillation.hindsight, average="seq_mean_token_mean", direction={"chosen": 1}, reward=metrics.signal),
     "grpo":              _row(policy.ppo_clip, _SAMPLED, average="seq_mean_token_mean", metrics=metrics.clipped_tokens),
     "dr_grpo":           _row(policy.ppo_clip, _SAMPLED, average="constant", metrics=metrics.clipped_tokens,
                               credit=advantage.above_group, advantage=advantage.of_group_centre),

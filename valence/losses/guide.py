@@ -191,6 +191,17 @@ GUIDE: dict[str, Guide] = {
         "because -p log p increases until the probability p reaches 0.37. Look at `logps/token` "
         "instead.",
     ),
+    "hindsight": Guide(
+        "Completions with comments, corrections or the user's next message, without labels. It "
+        "works only if the model itself answers differently when it has read the feedback: the "
+        "test before training says whether it does. Complaints about form (length, language, "
+        "format) are easier to use than complaints about facts.",
+        "The loss says little. `signal/mean` is the mean difference between the log-probabilities "
+        "of teacher and policy (nats per token): below 0 where feedback complains. It moves "
+        "towards 0 with `teacher.weights: initial`. `signal/clipped` should be near 0. A falling "
+        "`logps/token` of held-out rows, or answers that become short or repeat, are signs of "
+        "collapse: lower the learning rate.",
+    ),
     "grpo": Guide(
         "The default for rewards: several scored completions per prompt, of which the better ones "
         "become more likely. Stored completions were not sampled by the policy, so expect less "

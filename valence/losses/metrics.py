@@ -74,6 +74,11 @@ def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:
     return likelihood(sums, settings) / sums["n"]
 
 
+def signal(sums: Sums, settings: Settings) -> Tensor:
+    """(teacher - logp) / n: how much more likely the teacher finds a token of the completion."""
+    return (sums["teacher"] - sums["logp"]) / sums["n"]
+
+
 # Metrics
 
 

@@ -102,11 +102,14 @@ def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 def seq_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """Values per sequence, all [S].
 
-    logp, ref (sums over tokens, nats), n (tokens), label, weight and unit (example of the step).
+    logp, ref, teacher (sums over tokens, nats), n (tokens), label, weight and unit (example of the
+    step).
     """
     logp = columns["logp_t"]
     named = {
-        name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns
+        name[:-2]: seq_sum(columns[name], batch)
+        for name in ("logp_t", "ref_t", "teacher_t")
+        if name in columns
     }
     named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype), "unit": batch.unit}
     # the weight of WPO: mean over tokens of log(p / sum_v p_v^2)
@@ -185,7 +188,7 @@ _TOKENS = frozenset(
 _OF_PAIRS = frozenset(("margin", "soft", "weight", "unit"))
 INPUTS: dict[View, frozenset[str]] = {
     "token": _TOKENS,
-    "seq": frozenset(("logp", "ref", "n", "label", "weight", "unit", "confidence")),
+    "seq": frozenset(("logp", "ref", "teacher", "n", "label", "weight", "unit", "confidence")),
     "pair": _OF_PAIRS
     | {f"{name}_{side}" for name in ("logp", "ref", "n", "confidence") for side in "wl"},
     "answer": _TOKENS | {"logp", "ref", "old", "sampler", "adv", "n", "weight"},

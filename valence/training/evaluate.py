@@ -123,6 +123,8 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
     match example:
         case Judgement() | Demonstration():
             shown["completion"] = as_text(example.completion, tokenizer)
+            if isinstance(example, Judgement) and example.feedback:
+                shown["feedback"] = example.feedback
         case Preference():
             shown |= {
                 "chosen": as_text(example.chosen, tokenizer),

@@ -245,21 +245,7 @@ class Prepared:
 
     @property
     def needs_reference(self) -> bool:
-        is_teacher = self.needs_teacher and self.recipe.teacher.weights == "initial"
-        return (
-            is_teacher
-            or reads_reference(self.recipe)
-            or any(method.needs_reference for method in self.methods[1:])
-        )
-
-    @property
-    def methods(self) -> list[Method]:
-        """The method of the run, and those of `mix`."""
-        return [self.method, *(method_of(part.method) for part in self.recipe.mix)]
-
-    @property
-    def needs_teacher(self) -> bool:
-        return any(method.loss.needs_teacher for method in self.methods)
+        return reads_reference(self.recipe)
 
     @property
     def evaluation_interval(self) -> int:
@@ -279,6 +265,10 @@ class Prepared:
         units = self.corpora["train"].units
         order = canonical_order(units, self.recipe.train.seed, 0)
         return [units[i] for i in sorted(order[:number])]
+
+    def encoder_for(self, method: Method) -> Encoder:
+        """The encoder of the rows of a method: that of the run, or of a part of `mix`."""
+        return _encoder_for(method, self.encoder, self.recipe)
 
     def method_for(self, corpus: str) -> Method:
         """The method that reads the rows of a corpus."""
@@ -367,11 +357,8 @@ def prepare(
         }
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
-        context = TeacherContext(recipe.teacher.context, recipe.teacher.template)
-        encoder = Encoder(
-            tokenizer, max_length=data.max_length, answers=answers,
-            teacher=context if method.loss.needs_teacher else None, **encoder_options,
-        )  # fmt: skip
+        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
+        encoder = _encoder_for(method, encoder, recipe)
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -397,6 +384,7 @@ def prepare(
         leave_out = _is_held_out(corpora["eval"]) if data.split and "eval" in corpora else None
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             part_method = method_of(part.method)
+            part_encoder = Encoder(tokenizer, max_length=data.max_length, **encoder_options)
             part_data = data.model_copy(
                 update={"convert": part.convert, "threshold": part.threshold}
             )
@@ -404,12 +392,7 @@ def prepare(
                 part.train,
                 part_method,
                 part_data,
-                Encoder(
-                    tokenizer,
-                    max_length=data.max_length,
-                    teacher=context if part_method.loss.needs_teacher else None,
-                    **encoder_options,
-                ),
+                _encoder_for(part_method, part_encoder, recipe),
                 console,
                 leave_out=leave_out,
             )
@@ -452,6 +435,13 @@ def _read_list(
         part: _corpus(loaded, data, encoder, console)
         for part, loaded in zip(("train", "eval"), parts, strict=True)
     }
+
+
+def _encoder_for(method: Method, encoder: Encoder, recipe: Recipe) -> Encoder:
+    """The encoder, with the prompts of the teacher if the method has one."""
+    if not method.loss.needs_teacher:
+        return encoder
+    return encoder.with_teacher(TeacherContext(recipe.teacher.context, recipe.teacher.template))
 
 
 def _is_held_out(held_out: Corpus) -> Callable[[Content], bool]:

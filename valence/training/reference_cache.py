@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from valence.batching.micro_batches import for_teacher
 from valence.config.load import load_recipe
-from valence.config.needs import method_in
+from valence.config.needs import method_in, reads_reference
 from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
 from valence.distributed.process_group import Group, SingleProcess, gather_objects
 from valence.errors import UserError
-from valence.methods import method_of
 from valence.models.cache import CachedReference
 from valence.reports.console import Progress
 from valence.terminal import Terminal, print_message
@@ -49,18 +49,14 @@ def score(
     source = load_recipe(recipe, overrides)
     where = source.recipe.reference.cache
     with source.placing():
-        methods = [
-            method_in(source.recipe),
-            *(method_of(part.method) for part in source.recipe.mix),
-        ]
-        if methods[0].online:
+        if method_in(source.recipe).online:
             raise UserError(
                 f"{source.recipe.method} trains on completions that do not exist yet",
                 code="nothing-to-score",
                 where="method",
                 fix="to score stored answers, add --data and --out",
             )
-        if not any(method.needs_reference for method in methods):
+        if not reads_reference(source.recipe):
             raise UserError(
                 f"{source.recipe.method} uses no reference",
                 code="nothing-to-score",
@@ -144,7 +140,7 @@ def passes(trainer: Trainer) -> Iterator[list[TokenizedExample]]:
     training rows that are measured afterwards. The KL pairs of a group come after it.
     """
     for objective, units, following in _objectives(trainer):
-        yield units
+        yield [for_teacher(unit) for unit in units] if objective.teacher else units
         if objective.method.needs_kl_pairs:
             yield objective.make_kl_pairs(units, following)[0]
 
@@ -157,14 +153,14 @@ def _objectives(
     samplers = [(state.objective, prepared.sampler)] if "train" in prepared.corpora else []
     samplers += [(objective, part.sampler) for part, objective in state.auxiliary]
     for objective, sampler in samplers:
-        for step in range(state.step, state.total_steps) if objective.reference else ():
+        for step in range(state.step, state.total_steps) if reads_cache(objective) else ():
             indices, following = sampler.step(step)
             yield (
                 objective,
                 [sampler.units[i] for i in indices],
                 map(sampler.units.__getitem__, following),
             )
-    if not state.objective.reference:
+    if not reads_cache(state.objective):
         return
     for name, limit in (("eval", trainer.recipe.eval.max_examples), ("test", None)):
         if name in prepared.corpora:
@@ -172,6 +168,11 @@ def _objectives(
             yield state.objective, [units[i] for i in canonical_order(units, 0, 0)], iter(())
     if rows := _measured_training_rows(trainer):
         yield state.objective, rows, iter(())
+
+
+def reads_cache(objective: Objective) -> bool:
+    """Whether a step reads values of the reference, also those of a teacher with its weights."""
+    return isinstance(objective.teacher or objective.reference, CachedReference)
 
 
 def _measured_training_rows(trainer: Trainer) -> list[TokenizedExample]:

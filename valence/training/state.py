@@ -83,10 +83,7 @@ class TrainState:
         """
         self.recipe = recipe = prepared.recipe
         self.policy, self.reference, self.group, self._log = policy, reference, group, log
-        weights = recipe.teacher.weights if prepared.needs_teacher else "live"
-        self.teacher = reference if weights == "initial" else None
-        if weights == "ema":
-            self.teacher = SyncedReference(policy)
+        self.moving_teacher = SyncedReference(policy) if recipe.teacher.weights == "ema" else None
         has_rows = "train" in prepared.corpora
         self.budget = Budget(micro_batch_tokens)
         self.objective = self._objective(prepared.method, settings_of_step(recipe))
@@ -125,8 +122,14 @@ class TrainState:
             self.budget.at(0, "evaluation"),
             self.recipe.data.max_length,
             router_aux_loss=self.recipe.train.router_aux_loss,
-            teacher=self.teacher if method.loss.needs_teacher else None,
+            teacher=self._teacher_of(method),
         )
+
+    def _teacher_of(self, method: Method) -> Reference | None:
+        """The teacher of a method; None if it has none, or if the policy itself is the teacher."""
+        if not method.loss.needs_teacher or self.recipe.teacher.weights == "live":
+            return None
+        return self.moving_teacher or self.reference
 
     @property
     def step(self) -> int:
@@ -137,12 +140,6 @@ class TrainState:
     def objectives(self) -> list[Objective]:
         """Everything that a step trains with; the run's own method comes first."""
         return [self.objective, *(objective for _, objective in self.auxiliary)]
-
-    @property
-    def moving_teacher(self) -> SyncedReference | None:
-        """The teacher if it is a moving average of the policy."""
-        is_moving = self.recipe.teacher.weights == "ema"
-        return self.teacher if is_moving and isinstance(self.teacher, SyncedReference) else None
 
     @property
     def trained_weights(self) -> dict[str, torch.nn.Parameter]:

@@ -550,7 +550,7 @@ class Objective:
             class_sums, total = stats.class_sums(view), result.class_sums
             result.class_sums = class_sums if total is None else total + class_sums
         if rows:
-            rewards = loss.rewards(view, settings)
+            rewards = loss.rewards(view, settings) or loss.rewards(sums, settings)
             result.rows += _sequence_results(batch, sums, out.score, rewards)
 
     def _sum_over_ranks(

@@ -38,6 +38,7 @@ from valence.training.examples import (
     StepExamples,
     StoredExamples,
 )
+from valence.training.feedback_test import feedback_test
 from valence.training.folder import Messages, RunFolder
 from valence.training.model_files import ModelWriter
 from valence.training.optim import warmup_steps
@@ -235,6 +236,7 @@ class Trainer:
         if self._jsonl and self.step:
             bar.recall(self._jsonl.path)
         self.callbacks.on_start(self)
+        self._test_feedback()
         with self.stop.local.waiting(), bar, closing(self._prefetcher):
             while True:
                 last = self._finish_step(bar) or last
@@ -315,6 +317,17 @@ class Trainer:
         The run is then finished as after its last step: with evaluation, model and report.
         """
         self.nothing_to_learn = self.nothing_to_learn or reason
+
+    def _test_feedback(self) -> None:
+        """Before the first step, say whether the model uses the feedback of the training rows."""
+        for name, corpus in self.prepared.corpora.items() if self.step == 0 else ():
+            method = self.prepared.method_for(name)
+            objective = next(o for o in self.state.objectives if o.method is method)
+            if not (method.loss.needs_teacher and name.endswith("train")) or method.online:
+                continue
+            test = feedback_test(objective, self.prepared, corpus)
+            if test is not None:
+                (self.messages.note_once if test.is_used else self.messages.warn)(str(test))
 
     def _note_settings(self) -> None:
         """Note settings whose effect may surprise."""
