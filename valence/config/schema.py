@@ -504,7 +504,7 @@ class Teacher(Section):
     """What the column `feedback` contains, which the teacher reads after the prompt. feedback: what
     the user wrote about the completion. demonstration: a good completion.
     """
-    template: Annotated[Text, Field(pattern=r"\{feedback\}")] | None = None
+    template: Text | None = None
     """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say how the
     user rated the completion if the row has a label.
     """
@@ -512,6 +512,8 @@ class Teacher(Section):
     def issues(self) -> Iterator[Issue]:
         if self.weights != "ema":
             yield no_effect("rate", why="the teacher is no average", fix="set teacher.weights: ema")
+        if self.template is not None and "{feedback}" not in self.template:
+            yield conflict("template", "it does not contain {feedback}", "add {feedback} to it")
 
 
 class SourceSettings(Section):

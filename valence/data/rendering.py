@@ -9,7 +9,17 @@ from valence.data.encode import Encoder
 from valence.data.load import Loaded
 from valence.types import Chat
 
-PARTS = ("prompt", "completion", "chosen", "rejected", "completions", "scores", "label", "score", "feedback")
+PARTS = (
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "completions",
+    "scores",
+    "label",
+    "score",
+    "feedback",
+)
 """Parts of an example that show how its row was read."""
 MAX_LETTERS = 60
 

@@ -218,13 +218,16 @@ def memory_of(
     # without a split, a copy shares the policy's frozen weights
     is_copy = recipe.reference.sync_every is not None or lora is None or not starts_at_base(lora)
     is_separate = is_named or not recipe.trains_adapter or (is_copy and not split.single)
+    is_average = recipe.teacher.weights == "ema"
     width = DTYPES[recipe.model.dtype].itemsize
     estimate = partial(
         predict,
         shape,
         width=width,
-        frozen_copy=prepared.needs_reference and is_separate,
-        adapter_copy=prepared.needs_reference and is_copy and not is_separate,
+        frozen_copy=(prepared.needs_reference and is_separate)
+        or (is_average and not recipe.trains_adapter),
+        adapter_copy=(prepared.needs_reference and is_copy and not is_separate)
+        or (is_average and recipe.trains_adapter),
         checkpointing=checkpointing or _set_checkpointing(recipe) or "full",
         **_moments(recipe),
         device=device,
@@ -233,7 +236,7 @@ def memory_of(
         has_second_pass=prepared.method.needs_kl_pairs and processes == 1,
         # a checkpoint with a model is written while training waits
         copies_state=recipe.run.async_save and recipe.run.save_state and not recipe.run.save_hf,
-        saves_reference=recipe.reference.sync_every is not None,
+        saves_reference=recipe.reference.sync_every is not None or is_average,
     )
     memory = estimate(compiled=compiled)
     if processes > 1 and device.type == "cuda":

@@ -83,7 +83,7 @@ class TrainState:
         """
         self.recipe = recipe = prepared.recipe
         self.policy, self.reference, self.group, self._log = policy, reference, group, log
-        self.moving_teacher = SyncedReference(policy) if recipe.teacher.weights == "ema" else None
+        self.moving_teacher = _moving_average(policy) if recipe.teacher.weights == "ema" else None
         has_rows = "train" in prepared.corpora
         self.budget = Budget(micro_batch_tokens)
         self.objective = self._objective(prepared.method, settings_of_step(recipe))
@@ -335,6 +335,17 @@ class TrainState:
             RandomState().load_state_dict(state[group.rank]["random"])
         else:
             torch.manual_seed(self.recipe.train.seed + group.rank)
+
+
+def _moving_average(policy: PolicyModel) -> SyncedReference:
+    if any(hasattr(p, "placements") for p in policy.parameters()):
+        raise UserError(
+            "a moving average of weights that are split over processes is not supported",
+            code="setting-conflict",
+            where="teacher.weights",
+            fix="set teacher.weights: initial, or parallel.shard: off and parallel.tensor: 1",
+        )
+    return SyncedReference(policy)
 
 
 def load_weights(
