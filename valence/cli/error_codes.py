@@ -39,7 +39,7 @@ def error_texts(code: str) -> list[ErrorText]:
                     _text(_message(call), values), _text(_argument(call, "fix"), values)
                 )
                 (exact if pattern == re.escape(code) else partial).append(text)
-    return [text for text in dict.fromkeys(exact or partial) if text.message or text.fix]
+    return list(dict.fromkeys(exact or partial))
 
 
 @cache
