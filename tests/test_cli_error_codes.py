@@ -29,7 +29,7 @@ def test_variables_of_a_text_are_in_capitals_and_an_exact_code_comes_before_a_pa
 
 def test_every_code_in_the_pages_is_explained() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
-    [listed] = re.findall(r"such as `([a-z-]+)`\. `valence docs CODE`", pages)
+    [listed] = re.findall(r"`code`, such as `([a-z-]+)`\. `valence docs CODE`", pages)
     assert all(error_texts(code) for code in (listed, "label-zero-ambiguous"))
 
 
