@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options, exit codes, and output for programs. `--help` after a command prints the same.
+All commands with their arguments and options, the exit status, and output for programs. `--help` after a command prints the same.
 
 - `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
 - `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under torchrun and `accelerate launch`
@@ -26,30 +26,32 @@ All commands with their arguments and options, exit codes, and output for progra
 `python -m tests.docs.commands` writes this page.
 """
 TAIL = """\
-## Exit codes
+## Exit status
 
-| Exit code | Meaning |
+| Exit status | Meaning |
 | --- | --- |
-| 0 | done |
-| 1 | a defect of Valence, with a traceback |
-| 2 | a mistake in the recipe, the data or the command line, or an environment problem such as a full disk; the message says where and how to fix it |
+| 0 | done; for `train` also a run that ended early because the metric (`run.early_stop`) or the gradient (`train.max_zero_gradient_steps`) showed no progress |
+| 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
+| 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk or a process that does not respond; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
 | 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`); `valence export`: an exported file [differs](ship.md#differences) from the run |
 | 124 | `run.max_time` was reached; the step was finished and the state saved |
 | 129 | stopped by SIGHUP (the terminal was closed), state saved |
 | 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
+| 137 | killed (`kill -9`, or by the system when memory runs out): the steps since the last checkpoint are lost |
 | 138 | stopped by SIGUSR1, state saved |
 | 143 | stopped by SIGTERM, state saved |
 
-Run the same command again after 124, 129, 130, 138 or 143, or after a kill. It [resumes](train/runs.md).
+Run the same command again after 124, 129, 130, 137, 138 or 143. It [resumes](train/runs.md). With `--nproc`, the statuses are the same but
+for a killed process. torchrun and `accelerate launch` turn all but 0 into 1.
 
 ## Output for programs
 
 With `--json`, standard output has JSON only, and other messages go to standard error. On failure, the object has `status: "failed"`, `error`
-and a stable `code`, such as `setting-unknown`.
+and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its messages and their fixes.
 
 | Command | Output |
 | --- | --- |
-| `train` | one object per line: `{"event": "started", ...}`, each record of the log as in `metrics.jsonl`, and `{"event": "done", ...}` with the exit code and the paths of model and report |
+| `train` | one object per line: `{"event": "started", ...}`, each record of the log as in `metrics.jsonl`, and `{"event": "done", ...}` with the exit status and the paths of model and report |
 | `report` | one object per run; of an A/B test, one object with `better` (`a`, `b` or null), `verdict`, `established_at`, `votes_left`, `e_values`, `threshold`, `alpha`, `share`, `min_votes`, and for `a` and `b` `run`, `step`, `thumbs_up`, `thumbs_down`, `votes`, `ups`, `rate` and `interval` |
 | `sweep` | one object per trial, and a last one with the results |
 | `import` | `votes`, `counts`, `files`, `skipped`, `models`, `weights`, `agreement` |

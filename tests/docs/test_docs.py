@@ -6,6 +6,7 @@ import ast
 import json
 import pkgutil
 import re
+import signal
 import subprocess
 import tomllib
 from functools import cache
@@ -173,14 +174,14 @@ def test_the_pages_name_every_format_and_exit_status() -> None:
     assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", page))
     assert settings.shapes() in page
     assert settings.other_names() in page
-    section = text("docs/cli.md").split("| Exit code |")[1].split("\n\n")[0]
+    section = text("docs/cli.md").split("| Exit status |")[1].split("\n\n")[0]
     assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {
         0,
         1,
         cli.MISTAKE,
         cli.GATE_FAILED,
         OUT_OF_TIME,
-        *(128 + number for number in SIGNALS),
+        *(128 + number for number in (*SIGNALS, signal.SIGKILL)),
     }
 
 

@@ -218,6 +218,27 @@ def test_commands_in_the_prose_exist(page: str) -> None:
         assert not unknown, f"{page}: `valence {message}` has no {unknown}"
 
 
+WORD = r"`[a-z]+(?: [A-Z]+)?`"
+LIST = re.compile(rf"{WORD}(?:(?:,| and|, and|\n)\s?{WORD})+")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("dev/")])
+def test_commands_in_lists_and_in_tables_of_commands_exist(page: str) -> None:
+    """Names of commands without `valence`: in lists of which most are commands, and in the first
+    column of tables whose header begins with it.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for match in LIST.finditer(text):
+        names = re.findall(r"`([a-z]+)", match[0])
+        unknown = [name for name in names if name not in commands()]
+        if 2 * len(unknown) < len(names):
+            assert unknown == [], f"{page}: {match[0]}"
+    for table in re.findall(r"^\| command\b.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE | re.I):
+        cells = (line.split(" | ")[0] for line in table.splitlines())
+        names = {name for cell in cells for name in re.findall(r"`([a-z]+)", cell)}
+        assert names <= commands().keys(), f"{page}: {names - commands().keys()}"
+
+
 def test_lines_are_read_as_a_shell_reads_them() -> None:
     (block,) = blocks(
         "```sh\n# a word\nA=1 B=$(x y) valence report \\\n    --json | head  # so\nls\n```\n"

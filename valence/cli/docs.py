@@ -1,4 +1,6 @@
-"""The command that explains methods and reward rules, and shows pages of the documentation."""
+"""The command that explains methods, reward rules and error codes, and shows pages of the
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,16 @@ def docs(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A method or loss such as `kto`, a reward rule such as `exact_match`, or a page "
-            "such as `start`.",
+            help="A method or loss such as `kto`, a reward rule such as `exact_match`, a page such "
+            "as `start`, or the code of an error such as `setting-unknown`.",
             autocompletion=completion.topics,
         ),
     ] = None,
 ) -> None:
     """List the methods, the reward rules, the recipes and the pages of the documentation, or
-    explain one of them.
+    explain one of them or the code of an error.
     """
+    from valence.cli.error_codes import error_texts
     from valence.methods import METHODS, ONLINE, method_of
     from valence.rewards.rules import RULES
     from valence.shipped import find_page, page_names
@@ -55,10 +58,14 @@ def docs(
             console.print(Markdown(text))
         else:
             write_line(text.rstrip())
+    elif texts := error_texts(name):
+        for text in texts:
+            fix = f"\n  to fix it: {text.fix}" if text.fix else ""
+            print_message(console, f"{text.message or '...'}{fix}\n")
     else:
         near = get_close_matches(name, (*METHODS, *ONLINE, *RULES, *page_names()), n=1)
         raise UserError(
-            f"there is no method, reward rule or page {name!r}",
+            f"there is no method, reward rule, page or error code {name!r}",
             code="argument-invalid",
             where="NAME",
             fix=f"did you mean `valence docs {near[0]}`?"

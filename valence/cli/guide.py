@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": (TRAIN, "valence report runs/first runs/second"),
     "evaluate": (MODELS, "valence evaluate runs/first --data held_out.jsonl --out metrics.json"),
     "sample": (MODELS, 'valence sample runs/first --prompt "Why is the sky blue?" -n 2'),
+    "score": (MODELS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "compare": (
         MODELS,
         "valence compare recipe.yaml runs/first --prompts held_out.jsonl --judge runs/judge",
@@ -43,7 +44,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "valence select prompts.jsonl --rated feedback.jsonl --model runs/first --out next.jsonl",
     ),
     "inspect": (DATA, "valence inspect recipe.yaml --row 2"),
-    "score": (MODELS, "valence score runs/first --data rows.jsonl --out scored.jsonl"),
     "doctor": (SETUP, "valence doctor recipe.yaml"),
     "docs": (SETUP, "valence docs kto"),
 }

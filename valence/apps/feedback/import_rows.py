@@ -465,8 +465,8 @@ def _shortage(file: RowsFile, weights: WeightAdvice | None) -> str:
     if file.kind not in ("thumbs", "pairs") or file.rows >= 2 * needed:
         return ""
     return (
-        f"{file.path}: {file.rows:,} {file.kind} are few: to judge a model, about {needed:,} are "
-        "held out, and it trains on the others. Collect more votes."
+        f"{file.path}: {file.rows:,} {file.kind} are few: about {needed:,} are needed to judge a "
+        "model, and at least as many to train on. Collect more votes."
     )
 
 
