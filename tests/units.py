@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +57,21 @@ def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, 97) for _ in range(draw.randint(low, high)))
 
+    def answers() -> Iterator[tuple[int, ...]]:
+        """Of a pair, those of every other example share tokens, as a corrected answer does."""
+        yield (first := ids(1, 12))
+        for _ in range(sides - 1):
+            other = ids(1, 12)
+            is_edited = kind == "preference" and len(first) + len(other) > 14
+            yield (*first[: len(first) // 2], *other[len(first) // 2 :]) if is_edited else other
+
     sides = {"preference": 2, "ranking": 3}.get(kind, 1)
     return [
         unit(
             f"row{i}",
             kind,
             ids(1, 9),
-            *(ids(1, 12) for _ in range(sides)),
+            *answers(),
             label=(i % 3 != 0) if kind == "judgement" else None,
             weight=[1.0, 0.5, 2.0, 0.0][i % 4],
             margin=0.25 * (i % 2) if kind == "preference" else 0.0,

@@ -43,6 +43,7 @@ ONE_ROW, SEVERAL = 1, 60
 ON: dict[str, dict[str, Any]] = {
     "humanline": {"humanline": (-0.05, 0.1)},
     "ld_alpha": {"ld_alpha": 0.3},
+    "edits": {"shared_weight": 0.3},
     "smoothing": {"label_smoothing": 0.2},
     "f_divergence": {"f_divergence": "js"},
     "wpo": {"wpo": True},

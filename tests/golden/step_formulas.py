@@ -48,16 +48,23 @@ class Step:
             for row in results
         ]
 
-    def sums(self, message: ModelOutputs, maximum: int | None = None) -> tuple[float, float]:
+    def sums(
+        self, message: ModelOutputs, maximum: int | None = None, shared: Sequence[bool] = ()
+    ) -> tuple[float, float]:
         """Of an answer under policy and reference, as a loss reads them.
 
-        ``most``: tokens that count in full.
+        maximum: tokens that count in full. shared: tokens that the other side of the pair has too.
         """
         clamped = [self.clamped(x, ref) for x, ref in zip(message.logp, message.ref, strict=True)]
         share = [
             1.0 if maximum is None or t < maximum else self.settings["ld_alpha"]
             for t in range(message.n)
         ]
+        if shared:
+            weight = self.settings["shared_weight"]
+            share = [
+                s * (weight if is_shared else 1) for s, is_shared in zip(share, shared, strict=True)
+            ]
         return dot(share, clamped), dot(share, message.ref)
 
     def clamped(self, logp: float, ref: float) -> float:
@@ -70,7 +77,12 @@ class Step:
         """The inputs of the loss of a pair."""
         row, (w, l) = self.rows[i], self.now[i]
         largest = min(w.n, l.n)
-        (logp_w, ref_w), (logp_l, ref_l) = self.sums(w, largest), self.sums(l, largest)
+        ids = [
+            [t for t, is_read in zip(a.ids, a.mask, strict=True) if is_read] for a in row.answers
+        ]
+        shared_w, shared_l = common(*ids)
+        logp_w, ref_w = self.sums(w, largest, shared_w)
+        logp_l, ref_l = self.sums(l, largest, shared_l)
         if self.settings["f_divergence"] != "reverse_kl":
             logp_w, logp_l = self.score(logp_w - ref_w), self.score(logp_l - ref_l)
             ref_w = ref_l = 0.0
@@ -107,6 +119,23 @@ class Step:
             fmean(p - s for p, s in zip(x.logp, x.log_sum_sq, strict=True)) for x in self.held[i]
         ]
         return self.rows[i].weight * min(1.0, math.exp(sum(likely)))
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> tuple[list[bool], list[bool]]:
+    """Which tokens are in common blocks: the longest one, and those before and after it."""
+    sizes = {
+        (i, j): next(
+            (n for n in range(min(len(a) - i, len(b) - j)) if a[i + n] != b[j + n]),
+            min(len(a) - i, len(b) - j),
+        )
+        for i in range(len(a))
+        for j in range(len(b))
+    }
+    (i, j), size = max(sizes.items(), key=lambda item: item[1], default=((0, 0), 0))
+    if not size:
+        return [False] * len(a), [False] * len(b)
+    before, after = common(a[:i], b[:j]), common(a[i + size :], b[j + size :])
+    return before[0] + [True] * size + after[0], before[1] + [True] * size + after[1]
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -461,6 +490,7 @@ def ordinal(score: float, target: float, message: ModelOutputs, settings: dict[s
 IDLE = {
     "humanline": None,
     "ld_alpha": 1.0,
+    "shared_weight": 1.0,
     "label_smoothing": 0.0,
     "f_divergence": "reverse_kl",
     "f_alpha": 0.5,

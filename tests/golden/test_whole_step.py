@@ -40,6 +40,7 @@ BUDGET, TOGETHER = 55, 10_000
 ON: dict[str, list[dict[str, Any]]] = {
     "humanline": [{"humanline": (-0.6, 1.5)}, {"humanline": (-1.0, 0.3)}],
     "ld_alpha": [{"ld_alpha": 0.25}],
+    "edits": [{"shared_weight": 0.25}, {"shared_weight": 0.0}],
     "smoothing": [{"label_smoothing": 0.2}],
     "f_divergence": [{"f_divergence": name} for name in ("forward_kl", "js", "alpha")],
     "wpo": [{"wpo": True}],
@@ -50,7 +51,7 @@ ON: dict[str, list[dict[str, Any]]] = {
 SUMMED: dict[str, dict[str, Any]] = {"ipo": {"normalize": False}}
 CASES = [(name, {}) for name in STEP_FORMULAS]
 CASES += [
-    (name, (SUMMED.get(name, {}) if modifier == "ld_alpha" else {}) | on)
+    (name, (SUMMED.get(name, {}) if modifier in ("ld_alpha", "edits") else {}) | on)
     for name in STEP_FORMULAS
     for modifier in LOSSES[name].modifiers
     for on in ON.get(modifier, [])

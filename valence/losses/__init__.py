@@ -324,7 +324,7 @@ class Loss:
 
 _UP_DOWN: Mapping[str, Direction] = {"chosen": 1, "rejected": -1}
 # of losses that read sums over completions and a reference
-_LONG = ("humanline", "ld_alpha", "wpo", "nll")
+_LONG = ("humanline", "ld_alpha", "edits", "wpo", "nll")
 _NORM = ("humanline", "wpo", "nll")
 _SOFT = ("smoothing",)
 _F = ("f_divergence",)
@@ -346,7 +346,7 @@ _TABLE: dict[str, Loss] = {
     "dpo":               _row(preference.dpo,        _LONG + _SOFT + _F),
     "dpo_norm":          _row(preference.dpo_norm,   _NORM + _SOFT + _F, reward=metrics.log_ratio_per_token),
     "robust_dpo":        _row(preference.robust_dpo, _LONG + _SOFT + _F),
-    "ipo":               _row(preference.ipo,        _LONG + _F, reward=metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"),)),
+    "ipo":               _row(preference.ipo,        _LONG + _F, reward=metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"), ("normalize", True, "edits"))),
     "hinge":             _row(preference.hinge,      _LONG + _F),
     "slic":              _row(preference.slic,       ("ld_alpha",), reward=metrics.unscaled_likelihood),
     "simpo":             _row(preference.simpo,      (*_SOFT, "nll"), reward=metrics.likelihood_per_token),

@@ -12,6 +12,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -80,6 +82,45 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
         **tokens,
         **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens},
     }
+
+
+def edits(tokens: Tokens, batch: MicroBatch, *, shared_weight: Share = 1.0) -> Named:
+    """Reduce the weight of tokens that both completions of a pair share, as a corrected answer
+    shares most of its tokens with the original, in policy and reference.
+
+    Token t has the weight shared_weight if it is in a matching block of the token ids of both
+    completions (Ratcliff and Metzener 1988, "Pattern Matching: The Gestalt Approach").
+
+    tokens: logp_t[N], ref_t[N] (nats).
+
+    shared_weight: weight of a token that both completions share; 1 changes nothing.
+    """
+    rows, owners = batch.cpu_scored
+    ids, counts = batch.cpu_tokens[rows], owners.bincount(minlength=batch.sequences)
+    order = owners.argsort(stable=True)  # by completion; those of a pair follow each other
+    completions = [tuple(part.tolist()) for part in ids[order].split(counts.tolist())]
+    is_shared: list[bool] = []
+    for chosen, rejected in zip(completions[::2], completions[1::2], strict=True):
+        for marks in shared_tokens(chosen, rejected):
+            is_shared += marks
+    mask = torch.empty(len(order), dtype=torch.bool)
+    mask[order] = torch.tensor(is_shared, dtype=torch.bool)
+    logp = tokens["logp_t"]
+    weight = torch.ones_like(logp).masked_fill(mask.to(logp.device), shared_weight)
+    return {
+        **tokens,
+        **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens},
+    }
+
+
+@lru_cache(maxsize=4096)
+def shared_tokens(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[list[bool], list[bool]]:
+    """Whether each token of two completions is in a block that both have."""
+    marks = [False] * len(first), [False] * len(second)
+    for block in SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
+        for side, start in zip(marks, (block.a, block.b), strict=True):
+            side[start : start + block.size] = [True] * block.size
+    return marks
 
 
 def places(batch: MicroBatch) -> Tensor:
@@ -308,6 +349,7 @@ class Modifier:
 MODIFIERS: dict[str, Modifier] = {
     "humanline": Modifier(humanline, "tokens", ("humanline", None), metrics=unclamped, refers=True),
     "ld_alpha": Modifier(ld_alpha, "tokens", ("ld_alpha", 1.0)),
+    "edits": Modifier(edits, "tokens", ("shared_weight", 1.0)),
     # which it never is: rows may say more than the setting
     "smoothing": Modifier(smoothing, "view", ("label_smoothing", None)),
     "f_divergence": Modifier(
