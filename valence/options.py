@@ -467,3 +467,92 @@ class ScoreOptions:
         return [
             f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How labels are audited, and where the rows are written."""
+
+    model: Annotated[
+        str | None,
+        Option(
+            metavar="MODEL|RUN",
+            help="Model folder, hub id, run or recipe. Lists labels that contradict a classifier "
+            "on this model's hidden states.",
+            autocompletion=completion.run_folders,
+        ),
+    ] = None
+    review: Annotated[
+        bool,
+        Option(
+            "--review",
+            help="Review the suspicious rows in a web page, and write all rows to --out.",
+        ),
+    ] = False
+    out: Annotated[
+        Path | None,
+        Option(
+            help="With --model: write the rows to this .jsonl file, the most suspicious first, "
+            "with the findings in `info.audit`. With --review: write the reviewed rows to this "
+            "file.",
+        ),
+    ] = None
+    top: Annotated[int, Option(min=1, help="Number of suspicious rows to list.")] = 20
+    format: Annotated[
+        str | None, Option(help="Format of the files, or the tool that exported them.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectOptions:
+    """How prompts are selected, and where they are written."""
+
+    rated: Annotated[list[str], Option(help="File of rated rows. Can be repeated.")]
+    model: Annotated[
+        str,
+        Option(
+            metavar="MODEL|RUN",
+            help="Model folder, hub id, run or recipe. Prompts and answers are compared by this "
+            "model's hidden states.",
+            autocompletion=completion.run_folders,
+        ),
+    ]
+    out: Annotated[Path, Option(help="Write the selected prompts to this .jsonl file, in order.")]
+    num: Annotated[int, Option(min=1, help="Number of prompts to select.")] = 100
+
+
+Host = Annotated[
+    str,
+    Option(
+        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
+        "machines can connect too, and need a token."
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Another host name that clients use for this server, or * for any. Can be repeated. "
+        "IP addresses, localhost, --host and the name of this machine are always allowed.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions:
+    """Where a web page is served, and who can open it."""
+
+    rater: Annotated[
+        list[str], Option(help="Print a secret link for this rater. Can be repeated.")
+    ] = field(default_factory=list[str])
+    host: Host = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = (
+        8765
+    )
+    allowed_host: AllowedHost = None
+    no_token: Annotated[
+        bool,
+        Option(
+            "--no-token", help="Let every user of this machine open the page without a secret link."
+        ),
+    ] = False

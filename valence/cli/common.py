@@ -128,22 +128,6 @@ TrustRemoteCode = Annotated[
         "Also needed for a run that was trained with them.",
     ),
 ]
-Host = Annotated[
-    str,
-    typer.Option(
-        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
-        "machines can connect too, and need a token."
-    ),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")]
-AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Another host name that clients use for this server, or * for any. Can be repeated. "
-        "IP addresses, localhost, --host and the name of this machine are always allowed.",
-    ),
-]
 Nproc = Annotated[
     int | None,
     typer.Option(

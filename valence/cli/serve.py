@@ -11,8 +11,6 @@ import typer
 
 from valence.cli.collect import model_names
 from valence.cli.common import (
-    AllowedHost,
-    Host,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -23,6 +21,7 @@ from valence.cli.common import (
 )
 from valence.cli.serve_reward import serve_reward, token_of
 from valence.errors import UserError
+from valence.options import AllowedHost, Host
 from valence.terminal import escape_control, print_message, write_line
 
 DEFAULT_SHARE = 0.5
