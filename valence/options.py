@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 from typer import Option
 
 from valence import completion
-from valence.errors import UserError
 from valence.types import Chat, Message
 
 
@@ -28,21 +26,6 @@ def changed_options(options: Any, *names: str) -> list[str]:
         for name in names or defaults
         if getattr(options, name) != defaults[name]
     ]
-
-
-def refuse_unused(options: Sequence[str], reason: str, fix: str = "") -> None:
-    """Raise UserError if there is an option without effect.
-
-    options: flags. reason: completes "OPTION has no effect". fix: instead of removing the option.
-    """
-    if options:
-        option = options[0]
-        raise UserError(
-            f"{option} has no effect {reason}",
-            code="option-unused",
-            where=option,
-            fix=f"remove {option}" + (f", or {fix}" if fix else ""),
-        )
 
 
 def _temperature(default: str = "") -> Any:

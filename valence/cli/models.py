@@ -25,9 +25,9 @@ from valence.cli.common import (
     stoppable,
     with_options,
 )
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.files import check_path
-from valence.options import SampleOptions, changed_options, refuse_unused
+from valence.options import SampleOptions, changed_options
 from valence.storage import writing
 from valence.terminal import Terminal, print_message
 

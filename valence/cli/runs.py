@@ -33,8 +33,8 @@ from valence.cli.common import (
     with_options,
 )
 from valence.cli.stream import failing, must_be_open, streaming
-from valence.errors import UserError
-from valence.options import ScoreOptions, changed_options, refuse_unused
+from valence.errors import UserError, refuse_unused
+from valence.options import ScoreOptions, changed_options
 from valence.terminal import print_message, print_warning
 
 if TYPE_CHECKING:

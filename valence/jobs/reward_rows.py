@@ -17,10 +17,10 @@ from valence.data.formats import columns_read
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
 from valence.distributed.process_group import Group, gather_objects
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.jobs.row_job import Line, RowJob, Tally, as_line, check_line
 from valence.jobs.score_rows import token_facts
-from valence.options import ScoreOptions, refuse_unused
+from valence.options import ScoreOptions
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
 from valence.targets import load_target, with_files
