@@ -143,6 +143,21 @@ class UserError(Exception):
         return {"message": self.message, "code": self.code, "where": self.where, "fix": self.fix}
 
 
+def refuse_unused(options: Sequence[str], reason: str, fix: str = "") -> None:
+    """Raise UserError if there is an option without effect.
+
+    options: flags. reason: completes "OPTION has no effect". fix: instead of removing the option.
+    """
+    if options:
+        option = options[0]
+        raise UserError(
+            f"{option} has no effect {reason}",
+            code="option-unused",
+            where=option,
+            fix=f"remove {option}" + (f", or {fix}" if fix else ""),
+        )
+
+
 _names_arguments: ContextVar[bool] = ContextVar("names_arguments", default=False)
 
 

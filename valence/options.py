@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from valence import completion
+from valence.types import Chat, Message
+
+
+def default_of(option: Field[Any]) -> Any:
+    """The default of an option; MISSING if it is required."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def changed_options(options: Any, *names: str) -> list[str]:
+    """The flags of the options that differ from their defaults. names: of fields; default: all."""
+    defaults = {option.name: default_of(option) for option in fields(options)}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in names or defaults
+        if getattr(options, name) != defaults[name]
+    ]
+
+
+def _temperature(default: str = "") -> Any:
+    text = "Sampling temperature; 0 takes the most likely token."
+    return Option(min=0.0, help=text + default)
+
+
+def _top_p(default: str = "", min: float | None = None, max: float | None = None) -> Any:
+    text = "Sample from the smallest set of most likely tokens with this total probability."
+    return Option(min=min, max=max, help=text + default)
+
+
+def _max_new_tokens(default: str = "") -> Any:
+    return Option(min=1, help=f"Maximum tokens per answer.{default}")
+
+
+AtOnce = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Answers per batch. If the command is killed, at most one batch is lost. Default: 64.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,26 +166,10 @@ class CompareOptions:
             help="Fail if a judge gives no verdict on more than this fraction of the prompts.",
         ),
     ] = 0.1
-    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens per answer.")] = 256
-    temperature: Annotated[
-        float, Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")
-    ] = 0.7
-    top_p: Annotated[
-        float,
-        Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from the smallest set of most likely tokens with this total probability.",
-        ),
-    ] = 1.0
-    at_once: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Answers per batch. If the command is killed, at most one batch is lost. Default: "
-            "64.",
-        ),
-    ] = None
+    max_new_tokens: Annotated[int, _max_new_tokens()] = 256
+    temperature: Annotated[float, _temperature()] = 0.7
+    top_p: Annotated[float, _top_p(min=0.0, max=1.0)] = 1.0
+    at_once: AtOnce = None
     seed: Annotated[
         int, Option(help="Random seed of the answers and of the confidence intervals.")
     ] = 0
@@ -281,10 +305,11 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
-    """Number of completions per prompt, and sampling parameters.
+class SampleOptions:
+    """The prompts, the number of completions of each, the sampling parameters, and where the
+    completions are written.
 
-    None: as in the recipe's ``rollout`` section.
+    Sampling parameters that are None are those of the recipe's ``rollout`` section.
     """
 
     n: Annotated[
@@ -300,33 +325,217 @@ class Draws:
     ] = None
     temperature: Annotated[
         float | None,
-        Option(
-            min=0.0,
-            help="Sampling temperature; 0 takes the most likely token. Default: the recipe's "
-            "rollout.temperature, else 0.7 (1 with --out).",
-        ),
+        _temperature(" Default: the recipe's rollout.temperature, else 0.7 (1 with --out)."),
     ] = None
-    top_p: Annotated[
-        float | None,
-        Option(
-            help="Sample from the smallest set of most likely tokens with this total probability. "
-            "Default: the recipe's rollout.top_p, else 1.",
-        ),
-    ] = None
+    top_p: Annotated[float | None, _top_p(" Default: the recipe's rollout.top_p, else 1.")] = None
     max_new_tokens: Annotated[
         int | None,
-        Option(
-            min=1,
-            help="Maximum tokens per answer. Default: the recipe's rollout.max_new_tokens, else "
-            "256 (512 with --out).",
+        _max_new_tokens(
+            " Default: the recipe's rollout.max_new_tokens, else 256 (512 with --out)."
         ),
     ] = None
-    at_once: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Answers per batch. If the command is killed, at most one batch is lost. "
-            "Default: 64.",
-        ),
-    ] = None
+    at_once: AtOnce = None
     seed: Annotated[int, Option(help="Random seed of the answers.")] = 0
+    prompt: Annotated[
+        list[str],
+        Option(
+            help="Text of a prompt. It becomes a user message if data.as_chat says so (default: if "
+            "the model has a chat template). Can be repeated.",
+        ),
+    ] = field(default_factory=list[str])
+    data: Annotated[
+        list[str],
+        Option(
+            help="File of rows with a column `prompt` or `text`; other columns are copied to "
+            "`info`. Can be repeated. Default with --out: the training prompts of a recipe with a "
+            "reward.",
+        ),
+    ] = field(default_factory=list[str])
+    system: Annotated[str | None, Option(help="Text of a system message before each --prompt.")] = (
+        None
+    )
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Write the answers with their tokens to this .jsonl file. If it exists, resume it."
+        ),
+    ] = None
+    append: Annotated[
+        bool,
+        Option("--append", help="Append answers to other prompts, or with another seed, to --out."),
+    ] = False
+    fresh: Annotated[
+        bool, Option("--fresh", help="Rename an existing --out file, and start over.")
+    ] = False
+
+    @property
+    def questions(self) -> list[str | Chat]:
+        """The prompts that are options, as chats with a system message if there is one."""
+        if self.system is None:
+            return [*self.prompt]
+        first: Message = {"role": "system", "content": self.system}
+        return [Chat((first, {"role": "user", "content": prompt})) for prompt in self.prompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """The rows to score, and how they are scored: by a reward, or by a model."""
+
+    reward: Annotated[
+        list[str],
+        Option(
+            help="Score the answers with this reward: a function, a rule, a reward model or the "
+            "address of a server, or a section as in a recipe. Can be repeated; rewards are added. "
+            "Default: the recipe's reward, if it has one.",
+        ),
+    ] = field(default_factory=list[str])
+    data: Annotated[
+        list[str],
+        Option(
+            help="File of rows with answers to score, or a section as in a recipe ('{path: FILE, "
+            "keys: {...}}'). Can be repeated. The recipe's column names apply where they fit.",
+        ),
+    ] = field(default_factory=list[str])
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Write the rows with their scores to this .jsonl file. If it exists, resume it."
+        ),
+    ] = None
+    reference: Annotated[
+        str | None, Option(help="Reference model for implicit rewards: folder or hub id.")
+    ] = None
+    beta: Annotated[
+        float | None,
+        Option(
+            help="Beta of the implicit rewards. Default: that of the recipe, else 0.1. Not for "
+            "runs, which are scored with the implicit reward of their recipe.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="float32, bfloat16 or float64. Default: that of the recipe; float32 for a model."
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        Option(help="Maximum tokens of a row; longer rows get an error. Default: 1024."),
+    ] = None
+    tokens: Annotated[int | None, Option(min=1, help="Tokens per forward pass. Default: 8192.")] = (
+        None
+    )
+    format: Annotated[str | None, Option(help="Format of the rows. Default: detected.")] = None
+    column: Annotated[str, Option(help="Name of the column to add.")] = "valence"
+    fresh: Annotated[
+        bool, Option("--fresh", help="Rename an existing --out file, and start over.")
+    ] = False
+    verify: Annotated[
+        int,
+        Option(
+            min=0,
+            metavar="N",
+            help="After filling a reference cache: compute N sequences again, and compare them.",
+        ),
+    ] = 0
+
+    @property
+    def settings(self) -> list[str]:
+        """The settings of a recipe that options change, as overrides."""
+        values = {
+            "model.dtype": self.dtype,
+            "data.max_length": self.max_length,
+            "reference.model": self.reference,
+        }
+        return [
+            f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How labels are audited, and where the rows are written."""
+
+    model: Annotated[
+        str | None,
+        Option(
+            metavar="MODEL|RUN",
+            help="Model folder, hub id, run or recipe. Lists labels that contradict a classifier "
+            "on this model's hidden states.",
+            autocompletion=completion.run_folders,
+        ),
+    ] = None
+    review: Annotated[
+        bool,
+        Option(
+            "--review",
+            help="Review the suspicious rows in a web page, and write all rows to --out.",
+        ),
+    ] = False
+    out: Annotated[
+        Path | None,
+        Option(
+            help="With --model: write the rows to this .jsonl file, the most suspicious first, "
+            "with the findings in `info.audit`. With --review: write the reviewed rows to this "
+            "file.",
+        ),
+    ] = None
+    top: Annotated[int, Option(min=1, help="Number of suspicious rows to list.")] = 20
+    format: Annotated[
+        str | None, Option(help="Format of the files, or the tool that exported them.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectOptions:
+    """How prompts are selected, and where they are written."""
+
+    rated: Annotated[list[str], Option(help="File of rated rows. Can be repeated.")]
+    model: Annotated[
+        str,
+        Option(
+            metavar="MODEL|RUN",
+            help="Model folder, hub id, run or recipe. Prompts and answers are compared by this "
+            "model's hidden states.",
+            autocompletion=completion.run_folders,
+        ),
+    ]
+    out: Annotated[Path, Option(help="Write the selected prompts to this .jsonl file, in order.")]
+    num: Annotated[int, Option(min=1, help="Number of prompts to select.")] = 100
+
+
+Host = Annotated[
+    str,
+    Option(
+        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
+        "machines can connect too, and need a token."
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME",
+        help="Another host name that clients use for this server, or * for any. Can be repeated. "
+        "IP addresses, localhost, --host and the name of this machine are always allowed.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions:
+    """Where a web page is served, and who can open it."""
+
+    rater: Annotated[
+        list[str], Option(help="Print a secret link for this rater. Can be repeated.")
+    ] = field(default_factory=list[str])
+    host: Host = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = (
+        8765
+    )
+    allowed_host: AllowedHost = None
+    no_token: Annotated[
+        bool,
+        Option(
+            "--no-token", help="Let every user of this machine open the page without a secret link."
+        ),
+    ] = False

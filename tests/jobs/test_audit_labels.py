@@ -27,7 +27,7 @@ from valence.data.label_audit import (
 )
 from valence.data.load import load
 from valence.models.policy_model import PolicyModel
-from valence.options import ImportOptions
+from valence.options import AuditOptions, ImportOptions
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit, fit_logistic
 from valence.types import Judgement, Origin
@@ -192,7 +192,7 @@ def test_votes_beside_the_rows_are_read(place: Path) -> None:
     assert audited.disagreement == pytest.approx(2 / 3)
     assert audited.raters[0].disagreement == 1
     assert "person" not in str(audited)
-    assert audit_labels([export], format="chat_log").agreement == audited
+    assert audit_labels([export], AuditOptions(format="chat_log")).agreement == audited
     Path("feedback.votes.jsonl").write_text('{"label": true}\n')
     with raises_error("votes-file-invalid", where="feedback.votes.jsonl:1"):
         audit_labels(["feedback.jsonl"])
@@ -330,7 +330,7 @@ def test_states_are_those_of_each_sequence_alone() -> None:
 
 
 def test_planted_flips_are_found(place: Path) -> None:
-    result = audit_labels([write("thumbs.jsonl", thumbs())], model="model")
+    result = audit_labels([write("thumbs.jsonl", thumbs())], AuditOptions(model="model"))
     states = result.kinds[0].states
     assert states is not None
     assert states.is_informative
@@ -351,7 +351,7 @@ def test_scores_count_as_high_or_low_and_planted_mistakes_are_found(place: Path)
     rows += [{**rows[0], "score": 1}, {**rows[1], "score": 5}]
     middle = {"prompt": "q", "completion": "sun", "score": 3}
     file = write("scores.jsonl", [*rows, middle])
-    result = audit_labels([file], model="model", top=6, out=Path("sorted.jsonl"))
+    result = audit_labels([file], AuditOptions(model="model", top=6, out=Path("sorted.jsonl")))
     (scores,) = result.kinds
     assert (scores.kind, scores.rows, scores.up, result.unrated) == ("scores", 62, 31, 1)
     assert result.contradictions == ((f"{file}:61", f"{file}:1"), (f"{file}:62", f"{file}:2"))
@@ -371,7 +371,7 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
         good, bad = (" ".join(generator.choices(words, k=6)) for words in (GOOD, BAD))
         chosen, rejected = (bad, good) if i in FLIPPED else (good, bad)
         rows.append({"prompt": f"question {i}", "chosen": chosen, "rejected": rejected})
-    result = audit_labels([write("pairs.jsonl", rows)], model="model", top=6)
+    result = audit_labels([write("pairs.jsonl", rows)], AuditOptions(model="model", top=6))
     states = result.kinds[0].states
     assert states is not None
     lines = [int(suspect.origin.rpartition(":")[2]) - 1 for suspect in states.suspects]
@@ -384,7 +384,9 @@ def test_planted_flips_of_pairs_are_found(place: Path) -> None:
 def test_a_model_that_cannot_tell_labels_apart_lists_nothing(place: Path) -> None:
     generator = random.Random(3)
     rows = [row | {"label": generator.random() < 0.5} for row in thumbs()]
-    result = audit_labels([write("thumbs.jsonl", rows)], model="model", out=Path("review.jsonl"))
+    result = audit_labels(
+        [write("thumbs.jsonl", rows)], AuditOptions(model="model", out=Path("review.jsonl"))
+    )
     states = result.kinds[0].states
     assert states is not None
     assert not states.is_informative
@@ -399,7 +401,7 @@ def test_rows_are_written_again_and_train(place: Path) -> None:
     # a row that is too long for the model has no score and is written all the same
     rows[7]["completion"] = "sun " * 3000
     file = write("thumbs.jsonl", rows[:-1])
-    result = audit_labels([file], model="model", out=Path("review.jsonl"))
+    result = audit_labels([file], AuditOptions(model="model", out=Path("review.jsonl")))
     assert result.out == "review.jsonl"
     lines = [json.loads(line) for line in Path("review.jsonl").read_text().splitlines()]
     assert len(lines) == NUM_ROWS
@@ -439,19 +441,19 @@ def test_mistakes(place: Path) -> None:
     with raises_error("file-listed-twice", where=file):
         audit_labels([file, file])
     with raises_error("out-needs-model", fix="--model"):
-        audit_labels([file], out=Path("review.jsonl"))
+        audit_labels([file], AuditOptions(out=Path("review.jsonl")))
     with raises_error("output-not-jsonl", where="review.csv"):
-        audit_labels([file], model="model", out=Path("review.csv"))
+        audit_labels([file], AuditOptions(model="model", out=Path("review.csv")))
     with raises_error("output-is-input", where=file):
-        audit_labels([file], model="model", out=Path(file))
+        audit_labels([file], AuditOptions(model="model", out=Path(file)))
     with raises_error("path-exists", where=pairs):
-        audit_labels([file], model="model", out=Path(pairs))
+        audit_labels([file], AuditOptions(model="model", out=Path(pairs)))
     with raises_error("path-invalid-output", where="no/review.jsonl"):
-        audit_labels([file], model="model", out=Path("no/review.jsonl"))
+        audit_labels([file], AuditOptions(model="model", out=Path("no/review.jsonl")))
     with raises_error("rows-of-two-kinds", where="review.jsonl"):
-        audit_labels([file, pairs], model="model", out=Path("review.jsonl"))
+        audit_labels([file, pairs], AuditOptions(model="model", out=Path("review.jsonl")))
     with raises_error("model-not-found"):
-        audit_labels([file], model="./no-model")
+        audit_labels([file], AuditOptions(model="./no-model"))
     check_error(command_error("audit", "absent.jsonl"), "file-not-found")
     assert command("audit", file, "--top", "0") == 2
 

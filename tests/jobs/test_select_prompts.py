@@ -15,14 +15,17 @@ from tests.errors import check_error
 from tests.jobs.test_audit_labels import BAD, GOOD, thumbs, write
 from valence.apps.feedback.select_prompts import Selection, farthest_first, select_prompts
 from valence.apps.serve.prompts import PromptQueue
+from valence.options import SelectOptions
 
 __all__ = ["place"]
 
 
-def select(files: list[str], num: int = 100, **options: Any) -> tuple[Selection, list[Any]]:
+def select(
+    files: list[str], num: int = 100, rated: str = "rated.jsonl"
+) -> tuple[Selection, list[Any]]:
     out = Path("next.jsonl")
-    rated = options.pop("rated", "rated.jsonl")
-    result = select_prompts(files, [rated], "model", out, num=num, **options)
+    options = SelectOptions(rated=[rated], model="model", out=out, num=num)
+    result = select_prompts(files, options)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     out.unlink()
     return result, rows

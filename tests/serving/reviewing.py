@@ -15,6 +15,7 @@ from valence.apps.feedback.audit_labels import RowAudit, audit_rows
 from valence.apps.feedback.review_labels import Choice, LabelReview
 from valence.apps.serve.http_server import RequestGuard, host_names
 from valence.apps.serve.review import ReviewService
+from valence.options import AuditOptions
 
 SUN = "The sun is a star, and it is hot."
 Rows = Sequence[Mapping[str, Any]]
@@ -36,7 +37,7 @@ def audited(file: Path, rows: Rows | None = None, **options: Any) -> RowAudit:
     """The audit of some rows, which are written to a file before."""
     if rows is not None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return audit_rows([str(file)], **options)
+    return audit_rows([str(file)], AuditOptions(**options))
 
 
 def choices(review: LabelReview) -> list[Choice | None]:

@@ -11,9 +11,11 @@ from typing import Any
 
 from tests.programs import Program
 from tests.training.scoring import write
+from valence.distributed.process_group import Group
 from valence.jobs.reward_rows import score_by_reward
 from valence.jobs.row_job import Tally
-from valence.jobs.sample_rows import Draws, SampleCounts, sample_rows
+from valence.jobs.sample_rows import SampleCounts, sample_rows
+from valence.options import SampleOptions, ScoreOptions
 
 ROOT = Path(__file__).parents[2]
 REWARDS = """
@@ -56,20 +58,24 @@ def sample(
     out: str = "answers.jsonl",
     target: str = "model",
     data: Sequence[str] = ("prompts.jsonl",),
+    group: Group | None = None,
     **options: Any,
 ) -> SampleCounts:
-    drawn = {name: options.pop(name) for name in Draws.__dataclass_fields__ if name in options}
-    draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
-    return sample_rows(target, Path(out), draws, data=data, **options)
+    options = {"n": 3, "max_new_tokens": 6, "at_once": 6, **options}
+    options = {"data": [*data], "out": Path(out), **options}
+    return sample_rows(target, SampleOptions(**options), group=group)
 
 
 def judge(
     *rewards: str,
     out: str = "scored.jsonl",
     data: Sequence[str] = ("answers.jsonl",),
-    **options: Any,
+    target: str | None = None,
+    group: Group | None = None,
 ) -> Tally:
-    return score_by_reward(data, Path(out), rewards=rewards or ("rewards:short",), **options)
+    names = [*rewards] or ["rewards:short"]
+    options = ScoreOptions(reward=names, data=[*data], out=Path(out))
+    return score_by_reward(target, options, group=group)
 
 
 def killed(*words: str, out: str, lines: int) -> int:

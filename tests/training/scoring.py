@@ -5,12 +5,14 @@ commands.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from valence import cli
 from valence.jobs.row_job import Tally
 from valence.jobs.score_rows import score_rows
+from valence.options import ScoreOptions
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
 FILES: dict[str, list[dict[str, Any]]] = {
@@ -45,8 +47,15 @@ def read(name: str = "out.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
-def score(*data: str, target: str = "model", out: str = "out.jsonl", **options: Any) -> Tally:
-    return score_rows(target, data or ALL, Path(out), **options)
+def score(
+    *data: str,
+    target: str = "model",
+    out: str = "out.jsonl",
+    overrides: Sequence[str] = (),
+    **options: Any,
+) -> Tally:
+    options = {"data": [*data] or ALL, "out": Path(out), **options}
+    return score_rows(target, ScoreOptions(**options), overrides=overrides)
 
 
 def invoke(*words: str) -> None:

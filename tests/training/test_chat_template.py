@@ -19,11 +19,11 @@ from tests.command import command
 from tests.errors import raises_error
 from tests.tiny import CHATML, tiny_tokenizer, tokenizer_of
 from tests.tiny_models import tiny
+from tests.training.rounds import sample
 from tests.training.scoring import read, score, write
 from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
-from valence.jobs.sample_rows import Draws, sample_rows
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
 from valence.training.open_run import restore
@@ -104,9 +104,8 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(
     )
     trained = {unit.origin.line: unit for unit in run.prepared.corpora["train"].units}[1]
     assert list(trained.prompt_ids) == wanted
-    drawn = Draws(n=1, max_new_tokens=2)
-    sample_rows("run", Path("asked.jsonl"), drawn, questions=["question 0"])
-    sample_rows("run", Path("rows.jsonl"), drawn, data=["pairs.jsonl"])
+    sample("asked.jsonl", "run", data=(), prompt=["question 0"], n=1, max_new_tokens=2)
+    sample("rows.jsonl", "run", data=("pairs.jsonl",), n=1, max_new_tokens=2)
     assert [row["prompt_ids"] for row in read("asked.jsonl") + read("rows.jsonl")[:1]] == [
         wanted,
         wanted,
@@ -245,12 +244,7 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     assert [
         list(u.prompt_ids) for u in run.prepared.corpora["train"].units if u.origin.line == 1
     ] == [on]
-    sample_rows(
-        "run",
-        Path("asked.jsonl"),
-        Draws(n=1, max_new_tokens=2),
-        questions=["question 0"],
-    )
+    sample("asked.jsonl", "run", data=(), prompt=["question 0"], n=1, max_new_tokens=2)
     assert read("asked.jsonl")[0]["prompt_ids"] == on
     code = re.search(r"apply_chat_template\((.*)\)\n", Path("run/model/README.md").read_text())
     assert code

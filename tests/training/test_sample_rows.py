@@ -321,7 +321,8 @@ def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
     assert len(rows) == 14
     assert max(len(row["completion_ids"]) for row in rows) == 3
     assert rows[0]["sampled"]["temperature"] == 0.5
-    assert module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws()).earlier == 14
+    options = module.SampleOptions(out=Path("answers.jsonl"))
+    assert module.sample_rows("recipe.yaml", options).earlier == 14
 
 
 REWARDED = (

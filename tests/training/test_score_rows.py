@@ -18,7 +18,7 @@ from tests.training.scoring import FILES, invoke, read, score, write
 from valence.config.schema import SourceSettings
 from valence.data.load import load, stream
 from valence.data.sources import BadRow
-from valence.jobs.score_rows import NOT_FINITE, score_rows
+from valence.jobs.score_rows import NOT_FINITE
 from valence.models.build import load_model
 
 
@@ -112,9 +112,7 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(
     ]
     write("rows.jsonl", rows)
     write("good.jsonl", [good])
-    tally = score_rows(
-        "model", ["rows.jsonl", "good.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"]
-    )
+    tally = score("rows.jsonl", "good.jsonl", overrides=["data.max_length=64"])
     assert (tally.rows, tally.failed) == (6, 3)
     lines = read()
     assert list(lines[0]) == ["origin", "error", "fix"]
@@ -152,7 +150,7 @@ def test_weights_that_overflow_are_an_error_of_the_row(place: Path) -> None:
     model.save_pretrained("broken")
     tiny_tokenizer().save_pretrained("broken")
     with raises_error("no-usable-rows", where="out.jsonl"):
-        score_rows("broken", ["scored.jsonl"], Path("out.jsonl"))
+        score("scored.jsonl", target="broken")
     assert all(line["valence"]["fix"] == NOT_FINITE and line["valence"]["id"] for line in read())
     assert "answers" not in read()[0]["valence"]
     again, first = (

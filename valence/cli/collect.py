@@ -10,10 +10,7 @@ from typing import Annotated
 import typer
 
 from valence.cli.common import (
-    AllowedHost,
-    Host,
     ModelOverrides,
-    Port,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -21,24 +18,15 @@ from valence.cli.common import (
     checkpoint_of,
     console,
     require_server_libraries,
+    with_options,
 )
 from valence.errors import UserError
+from valence.options import PageOptions
 from valence.terminal import escape_control, print_message, write_line
-
-# Options of commands that serve a page.
-Rater = Annotated[
-    list[str] | None,
-    typer.Option("--rater", help="Print a secret link for this rater. Can be repeated."),
-]
-NoToken = Annotated[
-    bool,
-    typer.Option(
-        "--no-token", help="Let every user of this machine open the page without a secret link."
-    ),
-]
 
 
 @app.command()
+@with_options
 def collect(
     target: Annotated[
         str,
@@ -71,11 +59,7 @@ def collect(
             help="File of prompts for the raters to work through. Can be repeated.",
         ),
     ] = None,
-    rater: Rater = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8765,
-    allowed_host: AllowedHost = None,
-    no_token: NoToken = False,
+    page: PageOptions = PageOptions(),
     temperature: Annotated[
         float,
         typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 takes the most likely token."),
@@ -119,13 +103,13 @@ def collect(
     if rival is not None and "=" in rival and not Path(rival).exists():
         rival, overrides = None, [rival, *(overrides or [])]
     names = model_names(target, rival, step)
-    tokens = make_tokens(rater or [], no_token=no_token, with_owner=rival is not None)
+    tokens = make_tokens(page, with_owner=rival is not None)
     sampling = Sampling(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
     allowed = allow_remote_code(trust_remote_code, overrides)
     queue = PromptQueue(prompts or [])
     # find errors before the model is loaded, which takes long
     with (
-        open_socket(host, port, has_tokens=bool(tokens)) as listener,
+        open_socket(page.host, page.port, has_tokens=bool(tokens)) as listener,
         closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
     ):
         models: list[ChatModel] = []
@@ -146,8 +130,8 @@ def collect(
                 tokens=tokens,
             ),
             listener,
-            host=host,
-            allowed_hosts=allowed_host or [],
+            host=page.host,
+            allowed_hosts=page.allowed_host or [],
             print_line=lambda line: write_line(escape_control(line)),
         )
 
@@ -171,13 +155,14 @@ def model_names(target: str, rival: str | None, step: str | None) -> list[str]:
     return names
 
 
-def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -> dict[str, str]:
+def make_tokens(page: PageOptions, *, with_owner: bool = False) -> dict[str, str]:
     """The names of raters by their secret tokens; a single rater without a name by default.
 
     with_owner: add the owner of the service, who has no name and may see results. Raises UserError
     for invalid or duplicate names.
     """
-    if no_token and names:
+    names = page.rater
+    if page.no_token and names:
         raise UserError(
             "--no-token cannot be combined with --rater, because the token in each link "
             "identifies the rater",
@@ -200,7 +185,7 @@ def make_tokens(names: list[str], *, no_token: bool, with_owner: bool = False) -
                 where="--rater",
                 fix="use letters, digits and spaces",
             )
-    if no_token:
+    if page.no_token:
         return {}
     raters = names or [""]
     if with_owner and raters != [""]:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.table import Table
 from valence import completion
 from valence.cli.guide import HELP
 from valence.errors import UserError, install_command
+from valence.options import default_of
 from valence.terminal import Terminal, print_warning
 
 if TYPE_CHECKING:
@@ -127,22 +128,6 @@ TrustRemoteCode = Annotated[
         "Also needed for a run that was trained with them.",
     ),
 ]
-Host = Annotated[
-    str,
-    typer.Option(
-        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
-        "machines can connect too, and need a token."
-    ),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")]
-AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Another host name that clients use for this server, or * for any. Can be repeated. "
-        "IP addresses, localhost, --host and the name of this machine are always allowed.",
-    ),
-]
 Nproc = Annotated[
     int | None,
     typer.Option(
@@ -176,7 +161,7 @@ def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
             Parameter(
                 field.name,
                 Parameter.KEYWORD_ONLY,
-                default=_default(field),
+                default=Parameter.empty if default_of(field) is MISSING else default_of(field),
                 annotation=types[field.name],
             )
             for field in fields(options)
@@ -192,12 +177,6 @@ def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__dict__["__signature__"] = Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return Parameter.empty if field.default is MISSING else field.default
 
 
 def json_console() -> Terminal:

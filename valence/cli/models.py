@@ -25,12 +25,11 @@ from valence.cli.common import (
     stoppable,
     with_options,
 )
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.files import check_path
-from valence.options import Draws
+from valence.options import SampleOptions, changed_options
 from valence.storage import writing
 from valence.terminal import Terminal, print_message
-from valence.types import Chat, Message
 
 if TYPE_CHECKING:
     from valence.distributed.process_group import Group
@@ -121,45 +120,8 @@ def sample(
             autocompletion=completion.runs_or_recipes,
         ),
     ],
-    draws: Draws,
+    options: SampleOptions,
     overrides: ModelOverrides = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt",
-            help="Text of a prompt. It becomes a user message if data.as_chat says so (default: if "
-            "the model has a chat template). Can be repeated.",
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="File of rows with a column `prompt` or `text`; other columns are copied to "
-            "`info`. Can be repeated. Default with --out: the training prompts of a recipe with a "
-            "reward.",
-        ),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="Text of a system message before each --prompt.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Write the answers with their tokens to this .jsonl file. If it exists, resume "
-            "it.",
-        ),
-    ] = None,
-    append: Annotated[
-        bool,
-        typer.Option(
-            "--append", help="Append answers to other prompts, or with another seed, to --out."
-        ),
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename an existing --out file, and start over.")
-    ] = False,
     step: Step = None,
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -168,23 +130,20 @@ def sample(
     """Sample answers from a model, and print them or write them to a file for `valence score` and
     `valence train`. If the command was stopped, rerun it to resume.
     """
-    settings = allow_remote_code(trust_remote_code, overrides)
-    request = {
-        "data": data or [],
-        "questions": _questions(prompt or [], system),
-        "overrides": settings,
+    _check_options(options)
+    model: dict[str, Any] = {
+        "overrides": allow_remote_code(trust_remote_code, overrides),
         "at": checkpoint_of(step),
+        "console": console,
     }
-    _check_file_options(out, fresh=fresh, append=append)
     with processes(nproc) as group, stoppable():
         from valence.jobs.sample_rows import answers, sample_rows
 
-        if out:
-            files = {"fresh": fresh, "append": append, "command": command_line()}
-            sample_rows(target, out, draws, **request, **files, console=console, group=group)
+        if options.out:
+            sample_rows(target, options, **model, command=command_line(), group=group)
         else:
             terminal = Terminal(quiet=console.quiet)  # answers are printed with --quiet, too
-            for text, answer in answers(target, draws, **request, console=console, group=group):
+            for text, answer in answers(target, options, **model, group=group):
                 print_message(terminal, f"> {text}", "bold")
                 print_message(terminal, answer.text)
                 if answer.stop == "length":
@@ -193,32 +152,15 @@ def sample(
                 print_message(terminal, "")
 
 
-def _questions(prompts: list[str], system: str | None) -> list[str | Chat]:
-    """The prompts of ``valence sample``, as chats with a system message if there is one."""
-    if system is None:
-        return [*prompts]
-    if not prompts:
-        raise UserError(
-            "--system has no effect without --prompt",
-            code="option-unused",
-            where="--system",
-            fix="add --prompt TEXT, or write the system message into the rows of --data",
-        )
-    first: Message = {"role": "system", "content": system}
-    return [Chat((first, {"role": "user", "content": prompt})) for prompt in prompts]
-
-
-def _check_file_options(out: Path | None, *, fresh: bool, append: bool) -> None:
-    """Raise UserError for options of the output file without a file, or that exclude each other."""
-    if out is None and (fresh or append):
-        option = "--append" if append else "--fresh"
-        raise UserError(
-            f"{option} has no effect without --out",
-            code="option-unused",
-            where=option,
-            fix=f"add --out FILE.jsonl, or remove {option}",
-        )
-    if fresh and append:
+def _check_options(options: SampleOptions) -> None:
+    """Raise UserError for options without effect, or that exclude each other."""
+    if options.system is not None and not options.prompt:
+        fix = "add --prompt TEXT, or write the system message into the rows of --data"
+        refuse_unused(["--system"], "without --prompt", fix)
+    if options.out is None:
+        unused = changed_options(options, "append", "fresh")
+        refuse_unused(unused, "without --out", "add --out FILE.jsonl")
+    if options.fresh and options.append:
         raise UserError(
             "--append adds answers to the file, but --fresh starts a new one",
             code="option-conflict",

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from valence import completion
 from valence.cli.common import app, console
-from valence.errors import UserError
+from valence.errors import refuse_unused
 from valence.storage import writing
 from valence.terminal import escape_control, json_line, print_message, print_table, write_line
 
@@ -70,27 +70,16 @@ def report(
     paths = paths or []
     is_test = len(paths) == 1 and (paths[0].is_file() or paths[0].suffix == ".jsonl")
     lists = not is_test and (list_only or not paths or as_json)
-    _refuse_unused(
-        {"--list": list_only and is_test, "--out": out is not None, "--md": md},
-        is_used=not (lists or is_test),
-    )
+    if lists or is_test:
+        flags = {"--list": list_only and is_test, "--out": out is not None, "--md": md}
+        unused = [flag for flag, is_set in flags.items() if is_set]
+        refuse_unused(unused, "on a list or an A/B test", "name the runs to report on")
     if is_test:
         _show_test(paths[0], as_json)
     elif lists:
         _list_runs(paths or [RUNS], as_json)
     else:
         _report(paths, out, md)
-
-
-def _refuse_unused(options: dict[str, bool], *, is_used: bool) -> None:
-    unused = [name for name, is_set in options.items() if is_set]
-    if unused and not is_used:
-        raise UserError(
-            f"{unused[0]} applies to the report of runs, not to a list or an A/B test",
-            code="option-unused",
-            where=unused[0],
-            fix=f"remove {unused[0]}, or name the runs to report on",
-        )
 
 
 def _list_runs(folders: list[Path], as_json: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,23 +30,15 @@ from valence.cli.common import (
     status_of,
     stoppable,
     table_of_settings,
+    with_options,
 )
 from valence.cli.stream import failing, must_be_open, streaming
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
+from valence.options import ScoreOptions, changed_options
 from valence.terminal import print_message, print_warning
 
 if TYPE_CHECKING:
     from valence.config.load import LoadedRecipe
-
-RewardOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--reward",
-        help="Score the answers with this reward: a function, a rule, a reward model or the "
-        "address of a server, or a section as in a recipe. Can be repeated; rewards are added. "
-        "Default: the recipe's reward, if it has one.",
-    ),
-]
 
 
 @app.command()
@@ -240,7 +232,9 @@ def _show_settings(source: LoadedRecipe, show_all: bool) -> None:
 
 
 @app.command()
+@with_options
 def score(
+    options: ScoreOptions,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -251,65 +245,6 @@ def score(
         ),
     ] = None,
     overrides: Overrides = None,
-    reward: RewardOption = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            help="File of rows with answers to score, or a section as in a recipe ('{path: FILE, "
-            "keys: {...}}'). Can be repeated. The recipe's column names apply where they fit.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="Write the rows with their scores to this .jsonl file. If it exists, resume it.",
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option("--reference", help="Reference model for implicit rewards: folder or hub id."),
-    ] = None,
-    beta: Annotated[
-        float | None,
-        typer.Option(
-            "--beta",
-            help="Beta of the implicit rewards. Default: that of the recipe, else 0.1. Not for "
-            "runs, which are scored with the implicit reward of their recipe.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            help="float32, bfloat16 or float64. Default: that of the recipe; float32 for a model.",
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length", help="Maximum tokens of a row; longer rows get an error. Default: 1024."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Tokens per forward pass. Default: 8192.")
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option("--format", help="Format of the rows. Default: detected.")
-    ] = None,
-    column: Annotated[str, typer.Option("--column", help="Name of the column to add.")] = "valence",
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Rename an existing --out file, and start over.")
-    ] = False,
-    verify: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="After filling a reference cache: compute N sequences again, and compare them.",
-        ),
-    ] = 0,
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
@@ -321,82 +256,28 @@ def score(
     """
     target, overrides = _target(target, overrides or [])
     overrides = allow_remote_code(trust_remote_code, overrides)
-    settings = _as_settings(
-        {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
-    )
-    all_overrides = [*overrides, *settings]
-    options = {"format": format, "fresh": fresh, "console": console}
-    model_options = {
-        "reference": reference,
-        "beta": beta,
-        "tokens": tokens,
-        "column": column,
-        "dtype": dtype if reward else None,
-    }
+    has_rows = options.data and options.out and not options.verify
     with processes(nproc) as group, stoppable():
-        if (
-            data
-            and out
-            and not verify
-            and _uses_reward(target, reward, all_overrides, model_options)
-        ):
+        if has_rows and _uses_reward(target, options, overrides):
             from valence.jobs.reward_rows import score_by_reward
 
-            score_by_reward(
-                data,
-                out,
-                rewards=reward or (),
-                target=target,
-                overrides=all_overrides,
-                **options,
-                group=group,
-            )
-        elif target and data and out and not verify:
+            score_by_reward(target, options, overrides=overrides, console=console, group=group)
+        elif has_rows and target:
             from valence.jobs.score_rows import score_rows
 
-            score_rows(
-                target,
-                data,
-                out,
-                overrides=all_overrides,
-                beta=beta,
-                tokens=tokens,
-                column=column,
-                **options,
-                group=group,
-            )
+            score_rows(target, options, overrides=overrides, console=console, group=group)
         else:
-            target = _cache_recipe(
-                target,
-                {
-                    "--data": bool(data),
-                    "--out": out is not None,
-                    "--reference": reference is not None,
-                    "--beta": beta is not None,
-                    "--dtype": dtype is not None,
-                    "--max-length": max_length is not None,
-                    "--tokens": tokens is not None,
-                    "--format": format is not None,
-                    "--column": column != "valence",
-                    "--fresh": fresh,
-                    "--verify": bool(verify),
-                },
-                bool(reward),
-            )
+            recipe = _cache_recipe(target, options)
             from valence.training.reference_cache import score as fill
 
             fill(
-                target,
+                recipe,
                 overrides,
-                verify=verify,
+                verify=options.verify,
                 console=console,
                 command=command_line(),
                 group=group,
             )
-
-
-def _as_settings(options: dict[str, Any]) -> list[str]:
-    return [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
 
 
 def _target(target: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
@@ -405,57 +286,38 @@ def _target(target: str | None, overrides: list[str]) -> tuple[str | None, list[
     return (None, [target, *overrides]) if is_setting and target else (target, overrides)
 
 
-def _uses_reward(
-    target: str | None,
-    reward: list[str] | None,
-    overrides: list[str],
-    model_options: dict[str, Any],
-) -> bool:
+def _uses_reward(target: str | None, options: ScoreOptions, overrides: list[str]) -> bool:
     """Whether rows are scored by a reward instead of a model's log-probabilities.
 
     Raises UserError if so and options that only apply to models are set.
     """
     from valence.config.load import load_recipe
 
-    if not reward:
-        is_recipe = target is not None and Path(target).suffix in (".yaml", ".yml")
-        if (
-            not is_recipe
-            or not load_recipe(Path(target or ""), overrides, training=False).recipe.reward
-        ):
+    names = ["reference", "beta", "tokens", "column", "dtype"]
+    if not options.reward:
+        if target is None or Path(target).suffix not in (".yaml", ".yml"):
             return False
-    unused = [
-        name
-        for name, value in model_options.items()
-        if value is not None and (name, value) != ("column", "valence")
-    ]
-    if unused:
-        raise UserError(
-            f"--{unused[0]} has no effect when a reward scores the rows",
-            code="option-unused",
-            where=f"--{unused[0]}",
-            fix=f"remove --{unused[0]}",
-        )
+        overrides = [*overrides, *options.settings]
+        if not load_recipe(Path(target), overrides, training=False).recipe.reward:
+            return False
+        names.remove("dtype")
+    refuse_unused(changed_options(options, *names), "when a reward scores the rows")
     return True
 
 
-def _cache_recipe(target: str | None, options: Mapping[str, bool], reward: bool) -> str:
-    """The recipe of the reference cache to fill. Raises UserError for other options or targets.
-
-    options: the options that are set, of those that apply to rows or to a cache alone.
-    """
-    has_rows = options["--data"] and options["--out"]
+def _cache_recipe(target: str | None, options: ScoreOptions) -> str:
+    """The recipe of the reference cache to fill. Raises UserError for other options or targets."""
     is_recipe = target is not None and (
         Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")
     )
-    used = [name for name, is_set in options.items() if is_set and name != "--verify"]
-    if has_rows:
+    used = changed_options(replace(options, verify=0))
+    if options.data and options.out and options.verify:
         problem = "--verify applies only to a reference cache, not to the rows of --data"
         fix = "remove --verify, or remove --data and --out to fill the reference cache of a recipe"
-    elif reward:
+    elif options.reward:
         problem = "--reward scores the rows of a file, and needs --data FILE and --out FILE"
         fix = "add --data FILE and --out FILE"
-    elif options["--data"]:
+    elif options.data and not options.out:
         problem = "--data needs a file for the scored rows"
         fix = "add --out FILE"
     elif is_recipe and used:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +10,6 @@ import typer
 
 from valence.cli.collect import model_names
 from valence.cli.common import (
-    AllowedHost,
-    Host,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -22,7 +19,8 @@ from valence.cli.common import (
     require_server_libraries,
 )
 from valence.cli.serve_reward import serve_reward, token_of
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
+from valence.options import AllowedHost, Host
 from valence.terminal import escape_control, print_message, write_line
 
 DEFAULT_SHARE = 0.5
@@ -179,7 +177,14 @@ def serve(
     --reward, serve a reward to trainers.
     """
     require_server_libraries("serve", "prometheus_client")
-    _refuse_unused(context, REWARD_ONLY if reward is None else MODEL_ONLY, reward is not None)
+    unused = [
+        f"--{name.replace('_', '-')}"
+        for name in (REWARD_ONLY if reward is None else MODEL_ONLY)
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]
+    if reward is None:
+        refuse_unused(unused, "on a model", "add --reward")
+    refuse_unused(unused, "on a reward")
     if reward is not None:
         serve_reward(
             reward,
@@ -279,12 +284,7 @@ def serve(
 def check_share(share: float | None, *, has_rival: bool) -> None:
     """Raise UserError for a share that is not between 0 and 1, or without a second model."""
     if share is not None and not has_rival:
-        raise UserError(
-            "the share of users applies only to an A/B test of two models",
-            code="option-unused",
-            where="--share",
-            fix="add a second model, or remove --share",
-        )
+        refuse_unused(["--share"], "without a second model", "add a second model")
     if share is not None and not 0 < share < 1:
         raise UserError(
             f"the fraction of users who get the second model is {share:g}, but must be above 0 and "
@@ -293,17 +293,3 @@ def check_share(share: float | None, *, has_rival: bool) -> None:
             where="--share",
             fix="use, for example, --share 0.2 for 20 % of the users",
         )
-
-
-def _refuse_unused(context: typer.Context, options: Sequence[str], is_reward: bool) -> None:
-    """Raise UserError if one of the options is set."""
-    for name in options:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{option} applies only to a {'model' if is_reward else 'reward'}",
-                code="option-unused",
-                where=option,
-                fix=f"remove it{'' if is_reward else ', or add --reward'}",
-            )

@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from valence import completion
 from valence.cli.common import MISTAKE, Quiet, RecipeArg, app, command_line, console, with_options
 from valence.cli.stream import must_be_open, stdout_to_stderr
-from valence.errors import UserError
-from valence.options import SweepOptions
+from valence.errors import UserError, refuse_unused
+from valence.options import SweepOptions, changed_options
 from valence.terminal import json_line, print_message, print_warning, write_line
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def sweep(
     """
     must_be_open(as_json)
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):
-        _check_options(options.search, options.trials)
+        _check_options(options)
         if not options.over and (error := missing_over(overrides or [])):
             raise error
         status = _sweep(recipe, overrides or [], options, stream)
@@ -123,7 +123,7 @@ def _mistakes_as_json(stream: IO[str] | None) -> Iterator[None]:
             write_line(json_line({"event": "done", "status": "failed", **line}), stream)
 
 
-def _check_options(search: str | None, trials: int | None) -> None:
+def _check_options(options: SweepOptions) -> None:
     """Raise UserError for options that do not fit together."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
@@ -132,20 +132,16 @@ def _check_options(search: str | None, trials: int | None) -> None:
             where="sweep",
             fix="run `valence sweep ... --nproc N` without torchrun",
         )
-    if search not in (None, "optuna"):
+    if options.search not in (None, "optuna"):
         raise UserError(
-            f"there is no search method {search!r}",
+            f"there is no search method {options.search!r}",
             code="option-value",
             where="--search",
             fix="use --search optuna, or remove --search to try all combinations",
         )
-    if trials is not None and search is None:
-        raise UserError(
-            "--trials has no effect without --search, because a grid tries all combinations",
-            code="option-unused",
-            where="--trials",
-            fix="remove --trials, or add --search optuna",
-        )
+    if options.search is None:
+        reason = "without --search, because a grid tries all combinations"
+        refuse_unused(changed_options(options, "trials"), reason, "add --search optuna")
 
 
 def _sweep(

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,9 +17,10 @@ from valence.data.formats import columns_read
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
 from valence.distributed.process_group import Group, gather_objects
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.jobs.row_job import Line, RowJob, Tally, as_line, check_line
 from valence.jobs.score_rows import token_facts
+from valence.options import ScoreOptions
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
 from valence.targets import load_target, with_files
@@ -50,37 +50,34 @@ Pair = tuple[Row, Completion | Score]
 
 
 def score_by_reward(
-    data: Sequence[str],
-    out: Path,
+    target: str | None,
+    options: ScoreOptions,
     *,
-    rewards: Sequence[str] = (),
-    target: str | None = None,
     overrides: Sequence[str] = (),
-    format: str | None = None,
-    fresh: bool = False,
     console: Console | None = None,
     group: Group | None = None,
 ) -> Tally:
-    """Write every row of these files with the reward of its completion as ``score`` (and its
-    ``parts``), as JSON Lines in the order of the rows. If the reward fails, the score is null and
-    ``error`` has the reason.
+    """Write every row of ``options.data`` with the reward of its completion as ``score`` (and its
+    ``parts``) to ``options.out``, as JSON Lines in the order of the rows. If the reward fails, the
+    score is null and ``error`` has the reason.
 
-    rewards: entries of a recipe's reward section, added up; by default those of the recipe that
-    target is. target: needed for rows without token ids, for its tokenizer. out: if an interrupted
-    call wrote it, resume; ``fresh`` renames it. group: processes that score a share each; rank
-    0 writes.
+    target: needed for rows without token ids, for its tokenizer, and without ``options.reward``: a
+    recipe with a reward. group: processes that score a share each; rank 0 writes.
 
     Raises UserError for invalid arguments, and when the reward fails for all completions of a
     batch, which is then not written.
     """
-    specs = list_rewards(rewards, target, overrides)
+    assert options.out is not None
+    overrides = [*overrides, *options.settings]
+    specs = list_rewards(options.reward, target, overrides)
     recipe_data = load_target(target, overrides).recipe.data if target is not None else None
     bare = BARE | {"reward": "length"}
-    sources = with_files(bare, data, (), recorded=recipe_data, format=format).recipe.data.files(
-        "eval"
-    )
+    source = with_files(bare, options.data, (), recorded=recipe_data, format=options.format)
+    sources = source.recipe.data.files("eval")
     paths = [s.path for s in sources]
-    with RowJob(out, paths, window=WINDOW, fresh=fresh, console=console, group=group) as job:
+    with RowJob(
+        options.out, paths, window=WINDOW, fresh=options.fresh, console=console, group=group
+    ) as job:
         job.check_facts(
             {
                 "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],
@@ -89,15 +86,9 @@ def score_by_reward(
         )
         num_rows, first_without_ids = _check_rows(sources)
         prepared = _prepare(target, overrides, first_without_ids)
-        if prepared is None and rewards and overrides:
-            raise UserError(
-                "the setting has no effect, because the rows have token ids. Settings of a reward "
-                "belong to --reward",
-                code="option-unused",
-                where=overrides[0],
-                fix=f"remove {overrides[0]}, or write --reward "
-                "'{reward: NAME, settings: {...}}'",
-            )
+        if prepared is None and options.reward:
+            fix = "write settings of a reward as --reward '{reward: NAME, settings: {...}}'"
+            refuse_unused(overrides, "because the rows have token ids", fix)
         reward = reward_of(specs, model=reward_model)
         try:
             job.check_facts({"judges": identities(reward)})

@@ -30,7 +30,7 @@ from valence.jobs.row_job import START_OVER, Line, RowJob, check_line
 from valence.models.build import check_positions
 from valence.models.digest import model_digest
 from valence.models.memory import DEFAULT_COMPLETIONS
-from valence.options import Draws
+from valence.options import SampleOptions
 from valence.reports.formatting import number
 from valence.reports.run_record import CHECKPOINTS, is_run
 from valence.rollouts.protocol import Sampling
@@ -46,7 +46,7 @@ from valence.version import __version__
 
 MODEL_FACTS = ("model", "vocabulary", "template")
 """Facts that must agree to append completions to a file."""
-DIFFERENT_DRAWS = f"add --append to append answers to the file; {START_OVER}"
+DIFFERENT_SAMPLING = f"add --append to append answers to the file; {START_OVER}"
 READING_DEFAULTS = {"temperature": 0.7, "max_new_tokens": 256}
 """Defaults for completions that people read.
 
@@ -57,30 +57,32 @@ HEAD_ROWS = 20
 """Rows to look at for the column of the prompts."""
 
 
-def for_reading(draws: Draws, source: LoadedRecipe) -> Draws:
-    """Apply ``READING_DEFAULTS`` where neither the draws nor the recipe set a value, unless the
+def for_reading(options: SampleOptions, source: LoadedRecipe) -> SampleOptions:
+    """Apply ``READING_DEFAULTS`` where neither the options nor the recipe set a value, unless the
     recipe has a reward.
     """
     if source.recipe.reward:
-        return draws
+        return options
     unset = {
         name: value
         for name, value in READING_DEFAULTS.items()
-        if getattr(draws, name) is None and source.settings[f"rollout.{name}"].is_default
+        if getattr(options, name) is None and source.settings[f"rollout.{name}"].is_default
     }
-    return replace(draws, **unset)
+    return replace(options, **unset)
 
 
-def resolve(draws: Draws, rollout: Rollout, is_online: bool) -> tuple[int, int, Sampling]:
+def resolve(options: SampleOptions, rollout: Rollout, is_online: bool) -> tuple[int, int, Sampling]:
     """Completions per prompt, completions per batch, and sampling parameters.
 
     Raises UserError for a value out of range.
     """
-    overrides = {name: value for name, value in asdict(draws).items() if value is not None}
-    n = overrides.pop("n", rollout.num_rollouts if is_online else 1)
-    at_once = overrides.pop("at_once", rollout.at_once or DEFAULT_COMPLETIONS)
-    names = ("temperature", "top_p", "max_new_tokens")
-    return n, at_once, Sampling(**{name: getattr(rollout, name) for name in names} | overrides)
+    n = options.n or (rollout.num_rollouts if is_online else 1)
+    at_once = options.at_once or rollout.at_once or DEFAULT_COMPLETIONS
+    values: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "max_new_tokens"):
+        value = getattr(options, name)
+        values[name] = getattr(rollout, name) if value is None else value
+    return n, at_once, Sampling(**values, seed=options.seed)
 
 
 @dataclass(frozen=True)
@@ -97,29 +99,22 @@ class SampleCounts:
 
 def sample_rows(
     target: str,
-    out: Path,
-    draws: Draws,
+    options: SampleOptions,
     *,
-    data: Sequence[str] = (),
-    questions: Sequence[str | Chat] = (),
     overrides: Sequence[str] = (),
     at: At = None,
-    fresh: bool = False,
-    append: bool = False,
     console: Console | None = None,
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
     store_immediately: bool = False,
     fix: str | None = None,
 ) -> SampleCounts:
-    """Write a model's completions of prompts as JSON Lines: prompt, completion, its tokens with
-    their log-probabilities, and the sampling parameters.
+    """Write a model's completions of prompts as JSON Lines to ``options.out``: prompt, completion,
+    its tokens with their log-probabilities, and the sampling parameters.
 
     target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (its
-    initial model), or a model's or adapter's folder or hub id. data: files of prompts, or sections
-    as in a recipe; questions: prompts as text or chats; with neither, the prompts that the recipe
-    trains on. out: if an interrupted call wrote it, resume; ``fresh`` moves it aside, ``append``
-    adds other completions of the same model. group: processes that sample a share each.
+    initial model), or a model's or adapter's folder or hub id. Without prompts in the options, they
+    are those that the recipe trains on. group: processes that sample a share each.
     store_immediately, for one process: do not lose an answer that has ended, even if the program is
     killed, and do not load the model if all answers exist and its files are unchanged. After an
     interruption, the rounding of the other answers may differ from that of an undisturbed call.
@@ -129,17 +124,19 @@ def sample_rows(
     The completions of the prompt at position k depend on the seed and k alone. Raises UserError for
     invalid arguments.
     """
-    sources, source = _sources(target, data, overrides, has_questions=bool(questions))
+    assert options.out is not None
+    out, questions = options.out, options.questions
+    sources, source = _sources(target, options, overrides)
     recipe = source.recipe
-    n, at_once, sampling = resolve(draws, recipe.rollout, bool(recipe.reward))
+    n, at_once, sampling = resolve(options, recipe.rollout, bool(recipe.reward))
     with RowJob(
         out,
         [s.path for s in sources],
         window=max(1, at_once // n),
         lines_per_item=n,
-        fresh=fresh,
-        append=MODEL_FACTS if append else None,
-        fix=fix or (START_OVER if append else DIFFERENT_DRAWS),
+        fresh=options.fresh,
+        append=MODEL_FACTS if options.append else None,
+        fix=fix or (START_OVER if options.append else DIFFERENT_SAMPLING),
         console=console,
         group=group,
     ) as job:
@@ -208,21 +205,19 @@ def sample_rows(
 
 def answers(
     target: str,
-    draws: Draws,
+    options: SampleOptions,
     *,
-    data: Sequence[str] = (),
-    questions: Sequence[str | Chat] = (),
     overrides: Sequence[str] = (),
     at: At = None,
     console: Console | None = None,
     group: Group | None = None,
 ) -> list[tuple[str, Completion]]:
     """Each prompt as text, with a completion to read. Arguments as for ``sample_rows``."""
-    sources, source = _sources(target, data, overrides, has_questions=bool(questions))
-    prompts = _prompts(questions, sources, source.recipe.data.split)
+    sources, source = _sources(target, options, overrides)
+    prompts = _prompts(options.questions, sources, source.recipe.data.split)
     contents = [prompt.prompt for prompt in prompts]
     recipe = source.recipe
-    n, _, sampling = resolve(for_reading(draws, source), recipe.rollout, bool(recipe.reward))
+    n, _, sampling = resolve(for_reading(options, source), recipe.rollout, bool(recipe.reward))
     run = open_run(target, overrides, group=group or SingleProcess(), at=at, console=console)
     check_can_generate(run.prepared.method, target)
     items = [TokenizedPrompt(k, p, _tokenize(run, p)) for k, p in enumerate(prompts)]
@@ -245,11 +240,11 @@ def _path_from(folder: Path, source: SourceSettings) -> str:
 
 
 def _sources(
-    target: str, data: Sequence[str], overrides: Sequence[str], *, has_questions: bool
+    target: str, options: SampleOptions, overrides: Sequence[str]
 ) -> tuple[list[SourceSettings], LoadedRecipe]:
     """Files of prompts, and the recipe."""
-    if data or has_questions:
-        source = with_files(target, data, overrides)
+    if options.data or options.prompt:
+        source = with_files(target, options.data, overrides)
         return source.recipe.data.files("eval"), source
     source = load_target(target, overrides)
     recipe = source.recipe

@@ -24,6 +24,7 @@ from valence.data.sources import BadRow, Row
 from valence.distributed.process_group import Group, check_ranks_agree, gather_objects
 from valence.errors import UserError
 from valence.jobs.row_job import Line, RowJob, Tally, as_line
+from valence.options import ScoreOptions
 from valence.reports.run_record import is_run
 from valence.targets import with_files, without_rows
 from valence.training.prepare import prepare
@@ -34,8 +35,6 @@ WINDOW = 32
 """Rows that are read, scored and written together."""
 TOKENS = 8192
 """Default number of tokens per forward pass."""
-COLUMN = "valence"
-"""Default name of the added column."""
 NOT_FINITE = "check the row; if it is correct, add --dtype float32"
 
 Pair = tuple[Row | BadRow, Example | BadRow]
@@ -43,41 +42,36 @@ Pair = tuple[Row | BadRow, Example | BadRow]
 
 def score_rows(
     target: str,
-    data: Sequence[str],
-    out: Path,
+    options: ScoreOptions,
     *,
     overrides: Sequence[str] = (),
-    format: str | None = None,
-    beta: float | None = None,
-    tokens: int | None = None,
-    column: str = COLUMN,
-    fresh: bool = False,
     console: Console | None = None,
     group: Group | None = None,
 ) -> Tally:
-    """Write every row of these files with a model's scores of its completions, as JSON Lines in
-    the order of the rows.
+    """Write every row of ``options.data`` with a model's scores of its completions to
+    ``options.out``, as JSON Lines in the order of the rows.
 
     target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights and
-    its reference), or a recipe (its initial model). data: files, or sections as in a recipe.
-    overrides: settings below model, reference and data. out: if an interrupted call wrote it,
-    resume; ``fresh`` renames it. beta: of the implicit reward, by default the recipe's, else 0.1;
-    not for a run, which is scored with its implicit reward. tokens: per forward pass. column: name
-    of the added column. group: processes that score a share each; rank 0 writes.
+    its reference), or a recipe (its initial model). overrides: settings below model, reference and
+    data. group: processes that score a share each; rank 0 writes.
 
     Raises UserError for invalid arguments, and when no row can be scored.
     """
-    source = with_files(target, data, overrides, format=format)
+    assert options.out is not None
+    overrides = [*overrides, *options.settings]
+    source = with_files(target, options.data, overrides, format=options.format)
     sources = source.recipe.data.files("eval")
     paths = [s.path for s in sources]
-    with RowJob(out, paths, window=WINDOW, fresh=fresh, console=console, group=group) as job:
-        num_rows, digest = _check_rows(sources, column)
+    with RowJob(
+        options.out, paths, window=WINDOW, fresh=options.fresh, console=console, group=group
+    ) as job:
+        num_rows, digest = _check_rows(sources, options.column)
         source = without_rows(source)
         encoder = prepare(source, rewards=False).encoder
         job.check_facts(
             {
                 "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],
-                "column": column,
+                "column": options.column,
                 **token_facts(source.recipe, encoder),
                 "window": WINDOW,
             }
@@ -87,7 +81,7 @@ def score_rows(
         scorer = load_scorer(
             source,
             encoder.tokenizer,
-            beta=beta,
+            beta=options.beta,
             run=Path(target) if is_run(target) else None,
             overrides=[*overrides, *no_rows, "reference.cache=off"],
         )
@@ -98,9 +92,9 @@ def score_rows(
         )
         job.check_facts(scorer.facts)
         default = source.recipe.train.micro_batch_tokens
-        budget = tokens or (default if isinstance(default, int) else TOKENS)
+        budget = options.tokens or (default if isinstance(default, int) else TOKENS)
         tally = job.run(
-            ScoreTransform(encoder, scorer, budget, column, job.group),
+            ScoreTransform(encoder, scorer, budget, options.column, job.group),
             chain.from_iterable(map(stream, sources)),
             num_rows,
             "scoring",

@@ -12,7 +12,7 @@ from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Recipe
 from valence.distributed.process_group import Group, SingleProcess
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.reports.run_record import RECIPE, is_run, read_for_card
 from valence.rewards.build import is_function, is_server
 from valence.targets import recipe_of, require_loss
@@ -140,12 +140,7 @@ def open_recipe(
     a recipe that is a mapping, for messages.
     """
     if at is not None:
-        raise UserError(
-            "only a run folder has checkpoints",
-            code="option-unused",
-            where="--step",
-            fix="remove --step, or pass a run folder",
-        )
+        refuse_unused(["--step"], "because only a run folder has checkpoints", "pass a run folder")
     source = load_recipe(recipe, overrides, training=False, name=name)
     prepared = prepare(source, rewards=rewards)
     policy, reference = build_models(prepared, group=group)

@@ -12,7 +12,8 @@ import yaml
 from tests.training.online.recipes import PROMPTS, VOWELS, logged, make, recipe_without_eval
 from tests.training.resuming import train
 from valence.jobs.reward_rows import score_by_reward
-from valence.jobs.sample_rows import Draws, sample_rows
+from valence.jobs.sample_rows import sample_rows
+from valence.options import SampleOptions, ScoreOptions
 from valence.training.rounds import seed_of
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -55,14 +56,11 @@ def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(
         "run": {"dir": str(tmp_path / "offline")},
     }
     (tmp_path / "start.yaml").write_text(yaml.safe_dump(offline))
-    draws = Draws(n=4, max_new_tokens=6, seed=seed_of(0, "rollout", 0, 0))
-    sample_rows(
-        str(tmp_path / "start.yaml"),
-        tmp_path / "answers.jsonl",
-        draws,
-        data=[str(tmp_path / "first.jsonl")],
-    )
-    score_by_reward([str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS])
+    answers, scored = tmp_path / "answers.jsonl", tmp_path / "scored.jsonl"
+    sampling: dict[str, Any] = {"n": 4, "max_new_tokens": 6, "seed": seed_of(0, "rollout", 0, 0)}
+    options = SampleOptions(**sampling, data=[str(tmp_path / "first.jsonl")], out=answers)
+    sample_rows(str(tmp_path / "start.yaml"), options)
+    score_by_reward(None, ScoreOptions(reward=[VOWELS], data=[str(answers)], out=scored))
     again, _ = train(offline)
     ours, theirs = logged(tmp_path)[0], logged(tmp_path, "offline")[0]
     assert ours["grad_norm"] > 1e-3

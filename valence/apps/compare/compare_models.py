@@ -57,7 +57,7 @@ from valence.jobs.reward_rows import list_rewards, sampled_completion
 from valence.jobs.row_job import Line, RowJob, as_line, replace_file
 from valence.jobs.sample_rows import load_prompts, prompt_columns, sample_rows
 from valence.models.loading import must_exist
-from valence.options import CompareOptions, Draws
+from valence.options import CompareOptions, SampleOptions
 from valence.reports.console import Progress
 from valence.reports.run_record import is_run
 from valence.reports.win_rates import win_rate_page
@@ -226,16 +226,16 @@ def compare_models(
         for model in models if questions.prompts else ():
             sample_rows(
                 model.target,
-                folder.answers_path(model.side),
-                Draws(
+                SampleOptions(
                     n=1,
                     temperature=options.temperature,
                     top_p=options.top_p,
                     max_new_tokens=options.max_new_tokens,
                     at_once=options.at_once,
                     seed=options.seed,
+                    data=[str(folder.path / PROMPTS)],
+                    out=folder.answers_path(model.side),
                 ),
-                data=[str(folder.path / PROMPTS)],
                 overrides=overrides,
                 at=model.at,
                 console=console,

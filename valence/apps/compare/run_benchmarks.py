@@ -29,12 +29,12 @@ from rich.console import Console
 from valence.apps.compare.benchmarks import ADDRESS, BenchmarkResult, compare_results
 from valence.config.load import LISTS
 from valence.distributed.process_group import SingleProcess
-from valence.errors import UserError, install_command
+from valence.errors import UserError, install_command, refuse_unused
 from valence.jobs.row_job import replace_file
 from valence.jobs.sample_rows import model_files
 from valence.models.digest import model_digest
 from valence.network import hub_problem
-from valence.options import CompareOptions
+from valence.options import CompareOptions, changed_options
 from valence.reports.console import Progress
 from valence.storage import add_checksum, read_json, verify
 from valence.targets import load_target
@@ -76,28 +76,18 @@ class BenchmarkTasks:
 
 def tasks_of(options: CompareOptions) -> BenchmarkTasks | None:
     """The tasks of lm-eval that the options name. Raises UserError for options without effect."""
-    others = {
-        "--lm-eval-include": options.lm_eval_include or None,
-        "--lm-eval-fewshot": options.lm_eval_fewshot,
-        "--lm-eval-limit": options.lm_eval_limit,
-        "--lm-eval-chat": options.lm_eval_chat,
-    }
-    if options.lm_eval_tasks is not None:
-        return BenchmarkTasks(
-            names=tuple(filter(None, map(str.strip, options.lm_eval_tasks.split(",")))),
-            include=tuple(options.lm_eval_include),
-            num_fewshot=options.lm_eval_fewshot,
-            limit=options.lm_eval_limit,
-            as_chat=options.lm_eval_chat,
-        )
-    if unused := [name for name, value in others.items() if value is not None]:
-        raise UserError(
-            "the option has no effect without tasks",
-            code="option-unused",
-            where=unused[0],
-            fix="add --lm-eval-tasks, or remove it",
-        )
-    return None
+    if options.lm_eval_tasks is None:
+        names = ("lm_eval_include", "lm_eval_fewshot", "lm_eval_limit", "lm_eval_chat")
+        unused = changed_options(options, *names)
+        refuse_unused(unused, "without --lm-eval-tasks", "add --lm-eval-tasks")
+        return None
+    return BenchmarkTasks(
+        names=tuple(filter(None, map(str.strip, options.lm_eval_tasks.split(",")))),
+        include=tuple(options.lm_eval_include),
+        num_fewshot=options.lm_eval_fewshot,
+        limit=options.lm_eval_limit,
+        as_chat=options.lm_eval_chat,
+    )
 
 
 @dataclass(frozen=True)

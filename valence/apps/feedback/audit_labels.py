@@ -40,6 +40,7 @@ from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
 from valence.models.features import completion_states
 from valence.models.policy_model import PolicyModel
+from valence.options import AuditOptions
 from valence.reports.console import Progress
 from valence.reports.form import form_of
 from valence.reports.regression import cross_fit
@@ -51,8 +52,6 @@ from valence.training.prepare import prepare
 from valence.training.scorers import LogProbScorer, RewardModelScorer, load_scorer
 from valence.types import Judgement, Preference, TokenizedExample, content_id
 
-TOP = 20
-"""Default number of suspicious rows to list."""
 SHOWN = 5
 """Maximum number of bad rows to list."""
 C_FORM, C_STATES = 1.0, 3.0
@@ -273,39 +272,26 @@ class RowAudit:
 
 def audit_labels(
     files: Sequence[str],
+    options: AuditOptions = AuditOptions(),
     *,
-    model: str | None = None,
-    out: Path | None = None,
-    top: int = TOP,
-    format: str | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> LabelAudit:
-    """Audit the labels of the rated rows in these files.
+    """Audit the labels of the rated rows in these files, and write ``options.out``.
 
-    files: paths, or sections as in a recipe. model: folder or hub id, a run's folder, or a recipe,
-    to compare its hidden states with the labels. out: file for the rows with ``info.audit``, the
-    most suspicious first. top: number of suspicious rows to list. format: of files without one.
-    overrides: settings of the model.
+    files: paths, or sections as in a recipe. overrides: settings of the model.
 
     Raises UserError for invalid arguments, and if no row has a label or preference.
     """
-    if out is not None and model is None:
+    out = options.out
+    if out is not None and options.model is None:
         raise UserError(
             "--out sorts the rows by how likely their labels are wrong, which needs a model",
             code="out-needs-model",
             where="--out",
             fix="add --model MODEL, or add --review to review the rows",
         )
-    result = audit_rows(
-        files,
-        model=model,
-        out=out,
-        top=top,
-        format=format,
-        overrides=overrides,
-        console=console,
-    )
+    result = audit_rows(files, options, overrides=overrides, console=console)
     if out is None or not result.probabilities:
         return result.audit
     _write(out, result)
@@ -314,24 +300,20 @@ def audit_labels(
 
 def audit_rows(
     files: Sequence[str],
+    options: AuditOptions = AuditOptions(),
     *,
-    model: str | None = None,
-    out: Path | None = None,
-    may_exist: bool = False,
-    top: int = TOP,
-    format: str | None = None,
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> RowAudit:
     """Audit the labels of the rated rows in these files, as ``audit_labels`` does.
 
-    out: the file that these rows will be written to, which is only checked here; may_exist: also
-    when it exists.
+    Only checks ``options.out``, which may exist for a review.
     """
+    model, out = options.model, options.out
     console = console or Terminal()
     if out is not None:
         check_output(out)
-    source = with_files(model or NO_MODEL, files, overrides, format=format)
+    source = with_files(model or NO_MODEL, files, overrides, format=options.format)
     sources = source.recipe.data.files("eval")
     for number, item in enumerate(sources):
         if item.path in [other.path for other in sources[:number]]:
@@ -343,7 +325,7 @@ def audit_rows(
             )
     if out is not None:
         refuse_inputs([out], [source.path for source in sources])
-        check_output(out, is_new=not may_exist)
+        check_output(out, is_new=not options.review)
     rows = read_rated(sources)
     rated = rows.all_rated
     if not rated:
@@ -360,7 +342,7 @@ def audit_rows(
     if model is not None:
         states = _all_states(model, source, rows.rated, overrides, console)
     kinds = [
-        _audit_kind(kind, group, states.get(kind), top)
+        _audit_kind(kind, group, states.get(kind), options.top)
         for kind, group in rows.rated.items()
         if group
     ]

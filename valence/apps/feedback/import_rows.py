@@ -49,9 +49,9 @@ from valence.data.importers.sources import (
     source_of,
 )
 from valence.data.kind_names import METHOD_FOR, WORDS
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.jobs.row_job import refuse_inputs
-from valence.options import ImportOptions
+from valence.options import ImportOptions, changed_options
 from valence.terminal import Terminal, print_message
 from valence.types import Origin
 
@@ -157,13 +157,9 @@ def import_feedback(
                 fix += "; or add --url to read from the server"
         where = f"valence import {command_name(name)}"
         raise UserError(problem, code="import-input", where=where, fix=fix)
-    if options.token_env is not None and not url:
-        raise UserError(
-            "--token-env has no effect without --url",
-            code="option-unused",
-            where="--token-env",
-            fix="remove --token-env, or add --url to read from the server",
-        )
+    if not url:
+        fix = "add --url to read from the server"
+        refuse_unused(changed_options(options, "token_env"), "without --url", fix)
     if options.complete and options.since is not None:
         raise UserError(
             "--since skips votes of the export, but --complete removes stored votes that are not "

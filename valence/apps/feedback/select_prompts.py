@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from valence.data.sources import BadRow
 from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
 from valence.models.policy_model import PolicyModel
+from valence.options import SelectOptions
 from valence.reports.regression import cross_fit, fit_logistic, standardize
 from valence.statistics import MIN_CLASS_ROWS
 from valence.targets import with_files
@@ -84,22 +84,19 @@ class _Candidates:
 
 def select_prompts(
     files: Sequence[str],
-    rated: Sequence[str],
-    model: str,
-    out: Path,
+    options: SelectOptions,
     *,
-    num: int,
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> Selection:
-    """Write the ``num`` prompts to label next, in the order in which to label them.
+    """Write the prompts to label next, in the order in which to label them, for ``valence collect
+    --prompts``.
 
-    files: prompts, or unlabelled answers. rated: thumbs, scores or pairs. model: a folder or hub
-    id, a run's folder, or a recipe, to compare its hidden states. out: file for the prompts, for
-    ``valence collect --prompts``.
+    files: prompts, or unlabelled answers.
 
     Raises UserError for invalid arguments, and if there is no prompt to select.
     """
+    rated, model, out, num = options.rated, options.model, options.out, options.num
     console = console or Terminal()
     check_output(out)
     source = with_files(model, [*rated, *files], overrides)

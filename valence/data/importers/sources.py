@@ -18,7 +18,7 @@ from valence.data.importers.records import HashedRater, Reader, ReadOptions, Ski
 from valence.data.importers.rows import RowKind
 from valence.data.sources import Row, read_rows
 from valence.data.values import as_number
-from valence.errors import UserError
+from valence.errors import UserError, refuse_unused
 from valence.user_code.attempt import Raised, attempt
 from valence.user_code.load import describe_raised, is_import_path
 from valence.user_code.plugins import load_plugin, plugin_paths
@@ -211,7 +211,7 @@ def command_name(name: str) -> str:
     return name if is_import_path(name) else name.replace("_", "-")
 
 
-def refuse_unused(name: str, options: ReadOptions) -> None:
+def _check_options(name: str, options: ReadOptions) -> None:
     """Raise UserError for an option that the reader of a source does not use."""
     values = {
         **options.paths,
@@ -219,15 +219,14 @@ def refuse_unused(name: str, options: ReadOptions) -> None:
         "category": options.labels,
         "include-machine": options.includes_machine,
     }
-    for option in [option for option, value in values.items() if value]:
-        if option not in source_of(name).options.split():
+    for option, value in values.items():
+        if value and option not in source_of(name).options.split():
             users = [tool for tool, source in SOURCES.items() if option in source.options.split()]
-            raise UserError(
-                f"{command_name(name)} does not use --{option}"
-                + (f" (in a recipe: keys.{option})" if option in PARTS else ""),
-                code="option-unused",
-                where=f"--{option}",
-                fix=f"remove it; it is for {', '.join(map(command_name, users))}",
+            refuse_unused(
+                [f"--{option}"],
+                f"with {command_name(name)}"
+                + (f" (in a recipe, the option is keys.{option})" if option in PARTS else ""),
+                f"use it with {', '.join(map(command_name, users))}",
             )
 
 
@@ -260,7 +259,7 @@ def read_votes(
     Raises UserError for an unknown source, and as its reader does.
     """
     name, options = source_name(name), options or ReadOptions()
-    refuse_unused(name, options)
+    _check_options(name, options)
     return anonymize_votes(_read(_reader(name), list(paths), options), options)
 
 
@@ -364,7 +363,7 @@ def pull_votes(
             where="--url",
             fix=f"export files, and pass them instead of --url: {source_of(name).files}",
         )
-    refuse_unused(name, options)
+    _check_options(name, options)
     pull = import_module("valence.data.importers.pull").pull
     votes = pull(name, url, options, since, token_env=token_env, progress=progress)
     return anonymize_votes(votes, options)
