@@ -15,6 +15,7 @@ from valence.evaluation.forgetting import TextLoss, TextLosses, measure_forgetti
 from valence.models.build import position_limit
 from valence.reports.console import Progress
 from valence.reports.run_record import EVALUATIONS
+from valence.rollouts.hf import evaluating
 from valence.storage import add_checksum, read_object
 from valence.training.folder import RunFolder
 from valence.training.sampling import check_can_generate
@@ -96,27 +97,22 @@ def _score(trainer: Trainer, units: Sequence[TokenizedExample]) -> dict[int, tup
     """The log-probability and the tokens of each unit. Each process computes a share."""
     objective, policy = trainer.state.objective, trainer.policy
     local: list[tuple[int, tuple[float, int]]] = []
-    is_training = policy.training
-    policy.eval()
-    try:
-        with (
-            Progress(trainer.messages.console, "other texts", len(units), brief=True) as bar,
-            trainer.stop.deferred(),
-            trainer.state.evaluation_weights(),
-            policy.tempered(1.0),
-            torch.no_grad(),
-        ):
-            rounds = objective.rounds(objective.divide(units), lambda _: trainer.stop.check())
-            for batch, is_dummy in rounds:
-                with rounds.running():
-                    logps = sum_logps(batch, policy(batch).logp).tolist()
-                    sizes = count_tokens(batch).tolist()
-                    if not is_dummy:
-                        values = zip(logps, sizes, strict=True)
-                        local += zip(batch.unit.tolist(), values, strict=True)
-                bar.update(min(len(local) * objective.group.size, len(units)))
-    finally:
-        policy.train(is_training)
+    with (
+        Progress(trainer.messages.console, "other texts", len(units), brief=True) as bar,
+        trainer.stop.deferred(),
+        trainer.state.evaluation_weights(),
+        evaluating(policy),
+        policy.tempered(1.0),
+        torch.no_grad(),
+    ):
+        rounds = objective.rounds(objective.divide(units), lambda _: trainer.stop.check())
+        for batch, is_dummy in rounds:
+            with rounds.running():
+                logps = sum_logps(batch, policy(batch).logp).tolist()
+                values = zip(logps, count_tokens(batch).tolist(), strict=True)
+                if not is_dummy:
+                    local += zip(batch.unit.tolist(), values, strict=True)
+            bar.update(min(len(local) * objective.group.size, len(units)))
     return dict(pair for share in gather_objects(objective.group, local) for pair in share)
 
 
