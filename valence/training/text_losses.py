@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -131,12 +132,13 @@ def losses_before_training(trainer: Trainer) -> TextLosses | None:
         losses = text_losses(trainer, read_texts(path))
         folder.write(FILE, add_checksum(losses.to_dict()))
         return losses
-    return run_on_first_rank(trainer.world, lambda: _read_losses(trainer, folder))
+    content = run_on_first_rank(trainer.world, lambda: _read_losses(trainer, folder))
+    return None if content is None else TextLosses.from_dict(content)
 
 
-def _read_losses(trainer: Trainer, folder: RunFolder) -> TextLosses | None:
+def _read_losses(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
     try:
-        return TextLosses.from_dict(read_object(folder.path / FILE))
+        return TextLosses.from_dict(read_object(folder.path / FILE)).to_dict()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         trainer.messages.warn(
             f"forgetting is not measured, because the losses of other texts before training cannot "
