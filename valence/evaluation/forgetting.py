@@ -120,8 +120,8 @@ def read_texts(path: str) -> list[Demonstration]:
     """The texts of a file, each once: rows of any format, or passages of plain text (.txt) that
     blank lines separate. ``SHIPPED``: those that come with Valence.
 
-    The prompt of a row is context. A row with only a prompt is a plain text. Of several completions
-    the best one is used. Raises UserError for a row that is not a text.
+    The prompt of a row is context. A row with only a prompt is a plain text. The best of several
+    completions is used. Raises UserError for a row that is not a text.
     """
     if path == SHIPPED:
         path = str(Path(__file__).with_name("other_text.jsonl"))
