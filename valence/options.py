@@ -132,6 +132,25 @@ class CompareOptions:
             "text. Default: with chat templates if the models are prompted with them.",
         ),
     ] = None
+    other_text: Annotated[
+        str,
+        Option(
+            metavar="FILE",
+            help="Texts that measure forgetting: how much worse the candidate predicts them than "
+            "the baseline. Rows of any format, or plain text (.txt) with blank lines between the "
+            "texts. `shipped`: 40 texts that come with Valence. `off`: not measured. Default: "
+            "shipped, if the models answer prompts.",
+        ),
+    ] = "auto"
+    max_forgetting: Annotated[
+        float | None,
+        Option(
+            min=0.0,
+            metavar="NATS",
+            help="Release gate: exit with status 3 if the candidate's loss on --other-text is more "
+            "than NATS per token above the baseline's.",
+        ),
+    ] = None
     labels: Annotated[
         list[str],
         Option(

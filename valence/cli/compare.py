@@ -96,8 +96,9 @@ def compare(
     """Compare the answers of two models on held-out prompts: the candidate's win rate over the
     baseline with its confidence interval, overall and by tag.
 
-    With --at-least, the exit status is a release gate. `--step` is the checkpoint of the baseline.
-    To compare training metrics instead, use `valence report RUN RUN`.
+    With --at-least, --max-broken or --max-forgetting, the exit status is a release gate. `--step`
+    is the checkpoint of the baseline. To compare training metrics instead, use `valence report RUN
+    RUN`.
     """
     terminal = json_console() if as_json else console
     try:
@@ -117,10 +118,15 @@ def compare(
         if as_json:
             write_line(json_line({"status": "failed", "code": error.code, "error": str(error)}))
         raise
-    has_gate = at_least is not None or max_broken is not None
-    failures = result.failed_gates(at_least, max_broken)
+    limits = {
+        "at_least": at_least,
+        "max_broken": max_broken,
+        "max_forgetting": options.max_forgetting,
+    }
+    has_gate = any(limit is not None for limit in limits.values())
+    failures = result.failed_gates(**limits)
     if as_json:
-        gate = {"at_least": at_least, "max_broken": max_broken, "passed": not failures}
+        gate = {**limits, "passed": not failures}
         shown = {name: value for name, value in gate.items() if value is not None and has_gate}
         write_line(json_line({"status": "done", **result.to_dict(), **shown}))
     else:

@@ -41,6 +41,8 @@ PATHS = {
     "rollout": ("folder", "python"),
 }
 """Settings that are paths, or may be, by section; besides those of data, reward and run.sinks."""
+OTHER_TEXT = ("auto", "off", "shipped")
+"""Values of eval.other_text that are no files."""
 TOKEN_FIX = {
     "reward": "set token_env to the environment variable with the server's token",
     "rollout": "set the environment variable VLLM_API_KEY or OPENAI_API_KEY to the server's token",
@@ -459,6 +461,12 @@ def _locate_files(
             data["chat_template"] = read_chat_template(recipe.data.chat_template, folder)
         except UserError as error:
             problems.append(_located(error, raw.where(("data", "chat_template"))))
+    if (path := recipe.eval.other_text) not in OTHER_TEXT:
+        try:
+            recipe = _updated(recipe, "eval", other_text=locate_data(path, folder))
+        except UserError as error:
+            where = raw.where(("eval", "other_text"))
+            problems.extend([_located(error, where)] if training else [])
     mix = [
         part.model_copy(update={"train": located(part.train, ("mix", i, "train"), training)})
         for i, part in enumerate(recipe.mix)

@@ -319,6 +319,12 @@ def _eval(c: Case) -> Iterator[Issue]:
         )
     if c.method.online:
         yield no_effect("eval.train_examples", why="the training rows are prompts")
+    if c.method.is_reward_model and c.recipe.other_text is not None:
+        yield conflict(
+            "eval.other_text",
+            f"a reward model ({c.method.name}) does not predict text",
+            "remove it",
+        )
 
 
 def _rollout(c: Case) -> Iterator[Issue]:

@@ -1114,6 +1114,12 @@ class Eval(Section):
     """After training, also evaluate N rows of data.train for the report: those that the model
     contradicts most may be mislabelled. Not for online methods.
     """
+    other_text: Text = "auto"
+    """Texts that measure forgetting: the report shows how much worse the trained model predicts
+    them than the model before training. shipped: 40 short texts that come with Valence. Or a file:
+    rows of any format, or plain text (.txt) with blank lines between the texts. off: not measured.
+    auto: shipped for the method hindsight, else off.
+    """
 
 
 class Samples(Section):
@@ -1318,6 +1324,14 @@ class Recipe(Section):
     @property
     def trains_adapter(self) -> bool:
         return self.model.lora is not None or self.model.adapter is not None
+
+    @property
+    def other_text(self) -> str | None:
+        """eval.other_text without its automatic value; None: off."""
+        chosen, methods = self.eval.other_text, {self.method, *(part.method for part in self.mix)}
+        if chosen == "auto":
+            return "shipped" if "hindsight" in methods else None
+        return None if chosen == "off" else chosen
 
     @property
     def measures_kl(self) -> bool:

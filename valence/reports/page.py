@@ -50,7 +50,7 @@ from valence.reports.rows import (
 )
 from valence.reports.rows import verdict as label_of
 from valence.reports.run_record import REPORT, RunRecord
-from valence.reports.verdict import run_verdict
+from valence.reports.verdict import forgetting_line, run_verdict
 from valence.statistics import finite
 from valence.storage import atomic_write
 from valence.types import plural
@@ -138,6 +138,7 @@ def render_report(run: RunRecord) -> str:
         title=f"{summary['method']} on {Path(summary['model']).name or summary['model']}",
         status=str(run.facts.get("status", "unfinished")),
         verdict=run_verdict(run),
+        forgetting=forgetting_line(run.facts.get("forgetting")),
         urgent=[diagnosis for diagnosis in diagnose(run) if diagnosis.is_urgent],
         summary=summary,
         progress=_progress(run, summary["steps"]) if _is_running(run) else None,
@@ -158,6 +159,7 @@ def report_markdown(run: RunRecord) -> str:
         "report.md.j2",
         mark=Markup(MARK),
         verdict=run_verdict(run),
+        forgetting=forgetting_line(run.facts.get("forgetting")),
         diagnoses=[f"{diagnosis.message} {diagnosis.advice}" for diagnosis in diagnoses],
         summary=_summary(run),
         status=run.facts.get("status"),

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from valence.reports.charts import equals_reference
 from valence.reports.diagnostics import main_warning
@@ -500,6 +500,28 @@ def win_rate_verdict(judge: Json) -> Verdict | None:
     )  # fmt: skip
 
 
+def forgetting_line(forgetting: object) -> str:
+    """A comparison of the losses of other texts, as run.json and compare.json have it, in one line;
+    empty without one.
+    """
+    if not isinstance(forgetting, Mapping):
+        return ""
+    values = {name: value for name, value in cast(Json, forgetting).items() if finite(value)}
+    if not {"before", "after", "difference", "perplexity_ratio", "num_texts"} <= values.keys():
+        return ""
+    interval = (
+        f" (95 % interval {values['low']:+.3f} to {values['high']:+.3f})"
+        if {"low", "high"} <= values.keys()
+        else ""
+    )
+    return (
+        f"Forgetting on {number(values['num_texts'])} other texts: {values['difference']:+.3f} "
+        f"nats per {cast(Json, forgetting).get('unit', 'token')}{interval}, from "
+        f"{values['before']:.3f} to {values['after']:.3f}; the perplexity is "
+        f"multiplied by {values['perplexity_ratio']:.4g}."
+    )
+
+
 # The end of `valence train`
 
 MAX_SYSTEM, MAX_PROMPT = 200, 80
@@ -515,9 +537,10 @@ def outputs(run_dir: Path) -> list[str]:
     paths = [f"{title:>7}  {run_dir / n}" for title, n in FILES.items() if (run_dir / n).exists()]
     warning = main_warning(run)
     lines = [*paths, *([f"Warning: {warning}"] if warning else []), f"Next: {_next_command(run)}"]
+    forgetting = list(filter(None, [forgetting_line(run.facts.get("forgetting"))]))
     if run.last is None:
-        return [*lines, f"{result.text} {result.advice}"]
-    return [result.text, result.advice, *lines]
+        return [*lines, *forgetting, f"{result.text} {result.advice}"]
+    return [result.text, result.advice, *forgetting, *lines]
 
 
 def _next_command(run: RunRecord) -> str:

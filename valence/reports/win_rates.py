@@ -10,7 +10,7 @@ from markupsafe import Markup
 from valence.reports.page import MARK
 from valence.reports.rendering import Charts, render_page
 from valence.reports.rows import Json
-from valence.reports.verdict import win_rate_verdict
+from valence.reports.verdict import forgetting_line, win_rate_verdict
 
 SIDES = ("baseline", "candidate")
 MAX_TEXT = 1500
@@ -28,9 +28,10 @@ HEADER = (
 
 
 def verdicts_of(result: Json) -> list[str]:
-    """The verdict of each judge, in words."""
+    """The verdict of each judge in words, and how much the candidate has forgotten."""
     verdicts = map(win_rate_verdict, result["judges"])
-    return [verdict.text for verdict in verdicts if verdict is not None]
+    texts = [verdict.text for verdict in verdicts if verdict is not None]
+    return [*texts, *filter(None, [forgetting_line(result.get("forgetting"))])]
 
 
 def rates_row(name: str, rates: Json) -> list[str]:

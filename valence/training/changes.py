@@ -50,7 +50,7 @@ FREE = (
         f"parallel.{name}"
         for name in ("shard", "tensor", "context", "shard_size", "reshard", "sync", "offload")
     }
-    | {"eval.train_examples"}
+    | {"eval.train_examples", "eval.other_text"}
 )
 """Settings that change neither weights nor log beyond their last digits."""
 FIXED = re.compile(

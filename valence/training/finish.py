@@ -25,6 +25,7 @@ from valence.training.sampling import NOT_FINITE_FIX
 from valence.training.signals import Interrupted
 from valence.training.state import HEAVY
 from valence.training.state_files import Snapshot
+from valence.training.text_losses import losses_before_training, record_forgetting
 from valence.training.trainer import Trainer
 
 
@@ -47,12 +48,17 @@ def run_to_end(trainer: Trainer) -> Trainer:
         Snapshot(trainer.state.registry.state_dict(leaving_out=HEAVY))
         with trainer.stop.deferred():
             _open_cache(trainer)
-            before = _samples_before(trainer)
+            before, losses = _samples_before(trainer), losses_before_training(trainer)
             trainer.fit()
             trainer.save()
             _report_end(trainer, folder)
             _check_weights(trainer)
-            for phase in (_test, _measure_trained, partial(_samples_after, before=before)):
+            for phase in (
+                _test,
+                _measure_trained,
+                partial(_samples_after, before=before),
+                partial(record_forgetting, before=losses),
+            ):
                 trainer.stop.check()
                 phase(trainer, folder)
             _report_cache(trainer)

@@ -36,6 +36,7 @@ from valence.data.template import with_template
 from valence.data.tokenize import tokenize
 from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.errors import UserError
+from valence.evaluation.forgetting import read_texts
 from valence.methods import Method, method_of
 from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
@@ -689,6 +690,8 @@ def _check(prepared: Prepared, *, training: bool) -> None:
         check_rewards(recipe.reward)
     if training:
         check_optimizer(recipe)
+        if recipe.other_text is not None:
+            read_texts(recipe.other_text)
     if recipe.model.quantize:
         check_library()
     cache = recipe.reference.cache

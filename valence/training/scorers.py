@@ -83,10 +83,10 @@ class LogProbScorer:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> list[Numbers]:
-        logp, n = _sums(batch, self.policy(batch).logp), _counts(batch)
+        logp, n = sum_logps(batch, self.policy(batch).logp), count_tokens(batch)
         columns, sums = {"logp": logp, "tokens": n, "mean_logp": logp / n}, {"logp": logp, "n": n}
         if self.reference is not None:
-            sums["ref"] = _sums(batch, self.reference(batch))
+            sums["ref"] = sum_logps(batch, self.reference(batch))
             columns |= {"ref": sums["ref"], "logratio": logp - sums["ref"]}
         if self.implicit is not None:
             columns["reward"] = self.implicit(sums, self.settings)
@@ -123,7 +123,7 @@ class RewardModelScorer:
         )
         if len(mean) == len(std) == len(names) and bool((std > 0).all()):
             columns["normalised"] = (values - mean) / std
-        counts = _counts(batch).tolist()
+        counts = count_tokens(batch).tolist()
         return [
             {
                 **{
@@ -140,12 +140,12 @@ def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict
     return values[0] if len(names) == 1 else dict(zip(names, values, strict=True))
 
 
-def _counts(batch: MicroBatch) -> Tensor:
+def count_tokens(batch: MicroBatch) -> Tensor:
     """Scored tokens of each sequence: [S]."""
     return torch.bincount(batch.cpu_scored[1], minlength=batch.sequences)
 
 
-def _sums(batch: MicroBatch, logp: Tensor) -> Tensor:
+def sum_logps(batch: MicroBatch, logp: Tensor) -> Tensor:
     """logp[T] summed over each sequence: [S]."""
     values = logp[batch.scored].cpu().double()
     return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(

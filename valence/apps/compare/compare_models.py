@@ -34,6 +34,7 @@ from valence.apps.compare.run_benchmarks import (
     tasks_of,
 )
 from valence.apps.compare.run_benchmarks import FOLDER as BENCHMARKS
+from valence.apps.compare.text_losses import compare_texts, needs_texts
 from valence.apps.compare.votes import read_votes
 from valence.config.parse import from_yaml
 from valence.config.schema import RewardSettings
@@ -50,6 +51,7 @@ from valence.evaluation.calibration import (
     read_labels,
     require_agreement,
 )
+from valence.evaluation.forgetting import Forgetting
 from valence.evaluation.judges import AnswerPair, PairJudge, PairVerdict, build_judge
 from valence.evaluation.summary import JudgeSummary, summarize
 from valence.files import check_path
@@ -108,11 +110,18 @@ class ModelComparison:
     calibrations: Sequence[Calibration] = ()
     assertions: Mapping[str, Any] | None = None
     benchmarks: Sequence[BenchmarkResult] = ()
+    forgetting: Forgetting | None = None
     notes: Sequence[str] = ()
     folder: str = ""
 
-    def failed_gates(self, at_least: float | None, max_broken: int | None) -> list[str]:
-        """Sentences about win rates below ``at_least``, and about too many broken assertions.
+    def failed_gates(
+        self,
+        at_least: float | None = None,
+        max_broken: int | None = None,
+        max_forgetting: float | None = None,
+    ) -> list[str]:
+        """Sentences about win rates below ``at_least``, too many broken assertions, and a loss of
+        other texts that is more than ``max_forgetting`` nats per token above the baseline's.
 
         A gate without a win rate, or without assertions, fails as well, and so does one whose judge
         may decide by the position of the answers: a judge that guesses does so for half of them.
@@ -149,6 +158,16 @@ class ModelComparison:
                     f"{num_broken} {'assertion is' if is_one else 'assertions are'} broken, "
                     f"more than {max_broken}"
                 )
+        if max_forgetting is not None:
+            if self.forgetting is None or self.forgetting.unit != "token":
+                failures.append(
+                    "the models have different tokenizers, so there is no loss per token to compare"
+                )
+            elif self.forgetting.difference > max_forgetting:
+                failures.append(
+                    f"the loss of other texts is {self.forgetting.difference:.3f} nats per token "
+                    f"larger, more than {max_forgetting:g}"
+                )
         return failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,6 +182,7 @@ class ModelComparison:
             "calibrations": [calibration.to_dict() for calibration in self.calibrations],
             **({} if self.assertions is None else {"assertions": dict(self.assertions)}),
             **({"benchmarks": [b.to_dict() for b in self.benchmarks]} if self.benchmarks else {}),
+            **({"forgetting": self.forgetting.to_dict()} if self.forgetting else {}),
             "notes": list(self.notes),
             "folder": self.folder,
         }
@@ -194,7 +214,7 @@ def compare_models(
     if tasks is not None:
         check_benchmarks(tasks)
     questions = ComparisonPrompts()
-    has_results = options.votes or options.lm_eval or tasks
+    has_results = options.votes or options.lm_eval or tasks or needs_texts(options)
     if options.prompts or options.assertions or not has_results:
         questions = _read_prompts(candidate, options.prompts, options.assertions, overrides)
     questions.check_judges(bool(specs))
@@ -267,6 +287,15 @@ def compare_models(
                 overrides=overrides,
                 console=console,
             )
+        forgetting = compare_texts(
+            options,
+            models,
+            folder.path,
+            has_prompts=bool(questions.prompts),
+            overrides=overrides,
+            notes=notes,
+            console=console,
+        )
         result = ModelComparison(
             models=_model_names(baseline, candidate),
             num_prompts=len(all_pairs),
@@ -281,6 +310,7 @@ def compare_models(
             calibrations=calibrations,
             assertions=count_assertions(results) if results else None,
             benchmarks=benchmarks,
+            forgetting=forgetting,
             notes=notes,
             folder=str(options.out),
         )
