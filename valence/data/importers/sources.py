@@ -29,7 +29,7 @@ NUM_DETECTED = 20
 PARTS = ("prompt", "completion", "left", "right", "correction", "label")
 """Parts of a row whose place a reader can be told (``ReadOptions.paths``)."""
 OF_PARTS = " ".join(PARTS)
-OF_TRACES = "prompt completion score-name category include-machine"
+OF_TRACES = "prompt completion score-name category include-machine unlabelled"
 """Options of the readers of traces with scores."""
 
 
@@ -78,25 +78,27 @@ SOURCES: dict[str, FeedbackSource] = {
         is_pullable=True,
         lists_all_votes=True,
         columns=("data.rating meta.message_id", "snapshot data.rating"),
+        options="unlabelled",
     ),
     "librechat": FeedbackSource(
         module="librechat",
         description="LibreChat: thumbs",
         files="mongoexport of the collection messages (all of them), and of conversations",
         columns=("messageId conversationId isCreatedByUser",),
-        options="category",
+        options="category unlabelled",
     ),
     "chat_ui": FeedbackSource(
         module="chat_ui",
         description="Hugging Face chat-ui: thumbs",
         files="Parquet or JSON Lines of its admin export",
+        options="unlabelled",
     ),
     "chainlit": FeedbackSource(
         module="chainlit",
         description="Chainlit: thumbs",
         files="the tables feedbacks, steps and threads as JSON or CSV, or the SQLite file",
         columns=("forId threadId value",),
-        options="category",
+        options="category unlabelled",
     ),
     "gradio": FeedbackSource(
         module="gradio",
@@ -164,7 +166,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="JSON, JSON_MIN, CSV or TSV export of a project",
         main="pairs",
         columns=("data annotations", "annotator annotation_id"),
-        options=f"{OF_PARTS} category",
+        options=f"{OF_PARTS} category unlabelled",
     ),
     "argilla": FeedbackSource(
         module="argilla",
@@ -172,7 +174,14 @@ SOURCES: dict[str, FeedbackSource] = {
         files="records as JSON, Parquet or CSV, flat if there are drafts",
         main="pairs",
         columns=("fields responses suggestions",),
-        options=f"{OF_PARTS} category include-machine",
+        options=f"{OF_PARTS} category include-machine unlabelled",
+    ),
+    "chats": FeedbackSource(
+        module="chats",
+        description="logs of chats: what users wrote after an answer",
+        files="JSON Lines with the messages of a conversation in each row",
+        main="unlabelled",
+        options="prompt unlabelled",
     ),
 } | {name: _plugin(name, path) for name, path in plugin_paths("importers").items()}
 """By name as recipes write it; commands write hyphens. ``source_of`` also knows import paths."""
@@ -218,6 +227,7 @@ def refuse_unused(name: str, options: ReadOptions) -> None:
         "score-name": options.score_names,
         "category": options.labels,
         "include-machine": options.includes_machine,
+        "unlabelled": options.includes_unlabelled,
     }
     for option in [option for option, value in values.items() if value]:
         if option not in source_of(name).options.split():
