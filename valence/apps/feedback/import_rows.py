@@ -158,9 +158,8 @@ def import_feedback(
 
     Raises UserError for invalid arguments, and if no vote can be used.
     """
-    name, url = source_name(source), options.url
-    has_votes = source_of(name).main != "unlabelled"
-    reading = _reading(options, includes_unlabelled=options.unlabelled or not has_votes)
+    name, reading, url = source_name(source), _reading(options), options.url
+    unlabelled = options.unlabelled or source_of(name).main == "unlabelled"
     console = console or Terminal()
     if bool(files) is bool(url):
         if files:
@@ -196,7 +195,7 @@ def import_feedback(
         if source_of(name).is_plugin and not url:  # its votes may name the tool otherwise
             read = list(read)
             sources = {item.source for item in read if isinstance(item, Vote)} or sources
-        store.has_unlabelled |= reading.includes_unlabelled
+        store.has_unlabelled |= unlabelled
         of_sources = [vote for vote in store.votes if vote.source in sources]
         start = _start(options.since, [vote for vote in of_sources if not vote.is_follow_up])
         if url:
@@ -211,9 +210,7 @@ def import_feedback(
                 from valence.data.importers.pull import server_address
 
                 server, _ = server_address(url)
-            stored = _drop_absent(
-                stored, sources, votes, skipped, server, follow_ups=reading.includes_unlabelled
-            )
+            stored = _drop_absent(stored, sources, votes, skipped, server, follow_ups=unlabelled)
         num_absent = len(store.votes) - len(stored)
         withdrawals = [
             withdrawn_vote(source, item)
@@ -280,7 +277,7 @@ def _feedback_counts(imported: ImportedRows) -> dict[str, int]:
     }
 
 
-def _reading(options: ImportOptions, *, includes_unlabelled: bool) -> ReadOptions:
+def _reading(options: ImportOptions) -> ReadOptions:
     """The settings of the reader of the export. Raises UserError for an invalid category."""
     parts = ("prompt", "completion", "left", "right", "correction", "label")
     return ReadOptions(
@@ -289,7 +286,7 @@ def _reading(options: ImportOptions, *, includes_unlabelled: bool) -> ReadOption
         labels=dict(map(_category, options.category)),
         includes_machine=options.include_machine,
         keeps_reasoning=options.keep_reasoning,
-        includes_unlabelled=includes_unlabelled,
+        includes_unlabelled=options.unlabelled,
     )
 
 

@@ -34,7 +34,8 @@ COLUMNS = (*TURNS.split("|"), "conversations", "text")
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     """A record for each answer that a user message follows."""
-    columns = (options.paths["prompt"],) if "prompt" in options.paths else COLUMNS
+    path = options.paths.get("prompt")
+    columns = (path,) if path else COLUMNS
     for row in export_rows(paths, "chats", lambda row: bool(_conversation(row, columns))):
         if isinstance(row, Skipped):
             yield row

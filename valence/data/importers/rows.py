@@ -74,7 +74,7 @@ class ImportedRows:
         row's info.
         """
         if parts := feedback_parts(comments):
-            row = row | {"feedback": "\n\n".join(dict.fromkeys(parts.values()))}
+            row = row | {"feedback": "\n\n".join(parts.values())}
             info["feedback"] = parts
         row = row | {"info": _info(votes) | info}
         origin = votes[0].origin
@@ -96,10 +96,11 @@ def feedback_parts(votes: Iterable[Vote]) -> dict[str, str]:
     corrections, and the follow-up. Only the parts that there are, in this order.
     """
     votes = list(votes)
-    reasons = dict.fromkeys(_in_words(tag) for vote in votes for tag in vote.tags)
+    tags = [_in_words(tag) for vote in votes for tag in vote.tags]
+    reasons = dict.fromkeys(tag for tag in tags if tag.casefold() not in ("", "other"))
     texts = {
         "comment": [vote.comment for vote in votes],
-        "reasons": [", ".join(filter(None, reasons))],
+        "reasons": [", ".join(reasons)],
         "correction": [vote.correction or "" for vote in votes if _differs(vote)],
         "follow_up": [vote.follow_up for vote in votes],
     }

@@ -29,7 +29,7 @@ NUM_DETECTED = 20
 PARTS = ("prompt", "completion", "left", "right", "correction", "label")
 """Parts of a row whose place a reader can be told (``ReadOptions.paths``)."""
 OF_PARTS = " ".join(PARTS)
-OF_TRACES = "prompt completion score-name category include-machine unlabelled"
+OF_TRACES = "prompt completion score-name category include-machine"
 """Options of the readers of traces with scores."""
 
 
@@ -66,7 +66,7 @@ def _plugin(name: str, path: str) -> FeedbackSource:
         module=path,
         description=f"{name}: votes, read by the plugin {path}",
         files="see the documentation of the plugin",
-        options=f"{OF_PARTS} {OF_TRACES}",
+        options=f"{OF_PARTS} {OF_TRACES} unlabelled",
     )
 
 
@@ -120,7 +120,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="scores, and the observations or traces that they belong to",
         is_pullable=True,
         columns=("traceId dataType source", "trace_id data_type source"),
-        options=OF_TRACES,
+        options=f"{OF_TRACES} unlabelled",
     ),
     "langsmith": FeedbackSource(
         module="langsmith",
@@ -128,7 +128,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="feedback and runs, as JSON or JSON Lines",
         is_pullable=True,
         columns=("run_id key feedback_source",),
-        options=OF_TRACES,
+        options=f"{OF_TRACES} unlabelled",
     ),
     "phoenix": FeedbackSource(
         module="phoenix",
@@ -181,7 +181,7 @@ SOURCES: dict[str, FeedbackSource] = {
         description="logs of chats: what users wrote after an answer",
         files="JSON Lines with the messages of a conversation in each row",
         main="unlabelled",
-        options="prompt unlabelled",
+        options="prompt",
     ),
 } | {name: _plugin(name, path) for name, path in plugin_paths("importers").items()}
 """By name as recipes write it; commands write hyphens. ``source_of`` also knows import paths."""
