@@ -219,7 +219,8 @@ def import_feedback(
             if item.reason == "withdrawn" and item.vote_id
         ]
         merged, counts = merge_votes(stored, [*votes, *withdrawals])
-        counts = replace(counts, withdrawn=counts.withdrawn + num_absent)
+        num_withdrawn = _num_verdicts(store.votes) - _num_verdicts(stored)
+        counts = replace(counts, withdrawn=counts.withdrawn + num_withdrawn)
         imported = make_rows(merged, unlabelled=store.has_unlabelled)
         skipped += imported.unused
         is_up_to_date = bool(store.votes) and bool(
@@ -275,6 +276,10 @@ def _feedback_counts(imported: ImportedRows) -> dict[str, int]:
         "feedback": sum("feedback" in row for row in rows),
         **{part: parts[part] for part in FEEDBACK_WORDS},
     }
+
+
+def _num_verdicts(votes: Iterable[Vote]) -> int:
+    return sum(vote.has_verdict for vote in votes)
 
 
 def _reading(options: ImportOptions) -> ReadOptions:
@@ -455,9 +460,12 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
         answers = "answer" if summary.follow_ups == 1 else "answers"
         line = f"{summary.follow_ups:,} {answers} read without a vote, with the user's next message"
         print_message(console, line)
-    print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
+    if summary.votes or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
     period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
-    print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
+    if summary.total or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}")
+    print_message(console, "")
     if summary.files:
         table = Table("file", "rows", "kind", "content", box=None, pad_edge=False)
         for file in summary.files:
@@ -531,10 +539,10 @@ def _sentences(summary: ImportSummary) -> Iterator[str]:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
     if (counts := summary.feedback) and counts["rows"]:
-        parts = [f"{counts[part]:,} {words}" for part, words in FEEDBACK_WORDS.items()]
+        parts = [f"{counts[part]:,} with {words}" for part, words in FEEDBACK_WORDS.items()]
         yield (
             f"Feedback as text: {counts['feedback']:,} of {counts['rows']:,} rows "
-            f"({', '.join(parts)}); {counts['label']:,} have a label"
+            f"({', '.join(parts)}); {counts['label']:,} with a label"
         )
     if summary.num_pairs_left_out:
         yield pairs_left_out(summary.num_pairs_left_out)
