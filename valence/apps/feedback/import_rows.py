@@ -449,23 +449,7 @@ def _nothing_imported(
 
 
 def print_summary(summary: ImportSummary, console: Console) -> None:
-    counts = summary.counts
-    parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
-    if counts.withdrawn:
-        parts["withdrawn"] = counts.withdrawn
-    if counts.superseded:
-        parts["superseded by a later vote of the same rater"] = counts.superseded
-    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in parts.items())
-    if summary.follow_ups:
-        answers = "answer" if summary.follow_ups == 1 else "answers"
-        line = f"{summary.follow_ups:,} {answers} read without a vote, with the user's next message"
-        print_message(console, line)
-    if summary.votes or not summary.follow_ups:
-        print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
-    period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
-    if summary.total or not summary.follow_ups:
-        print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}")
-    print_message(console, "")
+    _print_counts(summary, console)
     if summary.files:
         table = Table("file", "rows", "kind", "content", box=None, pad_edge=False)
         for file in summary.files:
@@ -486,6 +470,27 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
         print_message(console, "\nNext, write a recipe for the rows to train on:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
+
+
+def _print_counts(summary: ImportSummary, console: Console) -> None:
+    """Print how many votes and follow-ups were read."""
+    counts = summary.counts
+    parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
+    if counts.withdrawn:
+        parts["withdrawn"] = counts.withdrawn
+    if counts.superseded:
+        parts["superseded by a later vote of the same rater"] = counts.superseded
+    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in parts.items())
+    if summary.follow_ups:
+        answers = "answer" if summary.follow_ups == 1 else "answers"
+        line = f"{summary.follow_ups:,} {answers} read without a vote, with the user's next message"
+        print_message(console, line)
+    if summary.votes or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
+    period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
+    if summary.total or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}")
+    print_message(console, "")
 
 
 def _content(kind: RowKind) -> str:
