@@ -412,8 +412,8 @@ def test_rows_without_a_label_have_a_file_of_their_own() -> None:
     assert "1 answer read without a vote" in shown
     assert re.search(r"^feedback\.unlabelled\.jsonl +2 +unlabelled ", shown, re.MULTILINE)
     assert (
-        "Feedback as text: 3 of 3 rows (1 with a comment, 0 with reasons or tags, "
-        "1 with a correction, 1 with a follow-up); 1 with a label"
+        "Feedback as text: 3 of 3 rows (1 with a comment, 1 with a correction, "
+        "1 with a follow-up); 1 with a label"
     ) in shown
     assert (
         "valence init feedback.unlabelled.jsonl --out unlabelled.yaml --method hindsight" in shown

@@ -544,10 +544,15 @@ def _sentences(summary: ImportSummary) -> Iterator[str]:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
     if (counts := summary.feedback) and counts["rows"]:
-        parts = [f"{counts[part]:,} with {words}" for part, words in FEEDBACK_WORDS.items()]
+        parts = [
+            f"{counts[part]:,} with {words}"
+            for part, words in FEEDBACK_WORDS.items()
+            if counts[part]
+        ]
         yield (
-            f"Feedback as text: {counts['feedback']:,} of {counts['rows']:,} rows "
-            f"({', '.join(parts)}); {counts['label']:,} with a label"
+            f"Feedback as text: {counts['feedback']:,} of {counts['rows']:,} rows"
+            + (f" ({', '.join(parts)})" if parts else "")
+            + f"; {counts['label']:,} with a label"
         )
     if summary.num_pairs_left_out:
         yield pairs_left_out(summary.num_pairs_left_out)
