@@ -98,7 +98,7 @@ def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--prompt a.b --completion c --left l --right r --correction d --label v "
         "--score-name x --score-name y --category good=up --category so=so=down "
-        "--include-machine --keep-reasoning"
+        "--include-machine --keep-reasoning --unlabelled"
     )
     command_error("import", "chat-log", "one", "two", *words.split())
     from valence.data.importers.records import ReadOptions
@@ -120,6 +120,7 @@ def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
                 labels={"good": True, "so=so": False},
                 includes_machine=True,
                 keeps_reasoning=True,
+                includes_unlabelled=True,
             ),
         )
     ]

@@ -249,6 +249,14 @@ class ImportOptions:
             help="Import a category as thumbs up or down, e.g. good=up. Can be repeated.",
         ),
     ] = field(default_factory=list[str])
+    unlabelled: Annotated[
+        bool,
+        Option(
+            "--unlabelled",
+            help="Also write rows without a label, for `hindsight`: answers that a user corrected, "
+            "or that a user message follows.",
+        ),
+    ] = False
     include_machine: Annotated[
         bool,
         Option("--include-machine", help="Also import scores that models and programs gave."),

@@ -40,6 +40,8 @@ NOT_RUN: dict[str, dict[str, str]] = {
     ),
     "docs/feedback/import.md": {
         "make open-webui": "`.ci/run` runs it",
+        "valence import chats log.jsonl --out log_feedback.jsonl": "`tests/jobs/test_import_rows.py` "
+        "imports such a log",
         "python -m examples.open_webui": "`tests/serving/test_open_webui.py` runs it",
         "valence collect HuggingFaceTB/SmolLM2-135M-Instruct --out served.jsonl": "`tests/"
         "test_cli_collect.py` runs the command",

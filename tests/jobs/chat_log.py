@@ -41,19 +41,20 @@ def write_export(path: Path, *entries: dict[str, Any]) -> str:
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
     for path in paths:
         for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-            yield _vote(json.loads(line), Origin(path, number))
+            yield _vote(json.loads(line), Origin(path, number), options)
 
 
-def _vote(row: dict[str, Any], origin: Origin) -> Vote | Skipped:
+def _vote(row: dict[str, Any], origin: Origin, options: ReadOptions) -> Vote | Skipped:
     verdicts = ("vote", "score", "winner", "better")
-    if all(row.get(name) is None for name in verdicts):
+    is_rated = any(row.get(name) is not None for name in verdicts)
+    if not is_rated and not (options.includes_unlabelled and row.get("next")):
         return Skipped("no_vote", origin, row["answer"])
     other: Message | None = (
         {"role": "assistant", "content": row["other"]} if row.get("other") else None
     )
     return Vote(
         source=NAME,
-        id=row["id"],
+        id=row["id"] if is_rated else f"{row['id']}/follow_up",
         updated_at=row["at"],
         rater=row["rater"],
         is_machine=row.get("machine", False),
@@ -67,6 +68,8 @@ def _vote(row: dict[str, Any], origin: Origin) -> Vote | Skipped:
         winner=row.get("winner"),
         correction=row.get("better"),
         comment=row.get("comment", ""),
+        tags=tuple(row.get("tags", ())),
+        follow_up=row.get("next", ""),
         model=row["model"],
         other_model=row.get("other_model", ""),
         origin=origin,

@@ -486,3 +486,33 @@ def test_rows_that_are_left_out_are_counted(
     assert "1 row that cannot be read:" in shown
     assert "data.max_length is 1024" in shown
     assert "19 of 20" in shown
+
+
+# Texts
+
+
+def test_feedback_without_labels_is_audited(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "q", "completion": "a", "feedback": "Mail ann@example.org, not me"}
+    write("feedback.unlabelled.jsonl", [row, row | {"prompt": "other"}])
+    assert command("audit", "feedback.unlabelled.jsonl") == 0
+    shown = capsys.readouterr().out
+    place_of_first = "feedback.unlabelled.jsonl:1"
+    assert f"e-mail address in feedback: 2 rows, such as {place_of_first}" in shown
+    assert "2 rows with the text of another one" in shown
+    assert "Opposite labels" not in shown
+    with raises_error("no-rated-rows"):
+        audit_labels([write("rows.jsonl", [{"prompt": "q", "completion": "a"}])])
+
+
+def test_personal_data_is_part_of_the_audit_of_labels(place: Path) -> None:
+    rows = thumbs()
+    rows[4] |= {"feedback": "Call +49 30 123456-78", "prompt": "a@example.org"}
+    result = audit_labels([write("thumbs.jsonl", rows)])
+    assert {(item.kind, item.part, item.rows) for item in result.personal} == {
+        ("phone number", "feedback", ("thumbs.jsonl:5",)),
+        ("e-mail address", "prompt", ("thumbs.jsonl:5",)),
+    }
+    assert result.feedback is not None
+    assert result.feedback.rows == 1

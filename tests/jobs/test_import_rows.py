@@ -325,15 +325,17 @@ def test_a_file_whose_last_row_goes_is_removed() -> None:
     }
 
 
-def a_vote(id: str, at: float, rater: str, target: str, label: bool | None) -> Vote:
+def a_vote(id: str, at: float, rater: str, target: str, label: bool | str | None) -> Vote:
+    is_follow_up = isinstance(label, str)
     return Vote(
         source=NAME,
-        id=id,
+        id=f"{id}/follow_up" if is_follow_up else id,
         updated_at=at,
         rater=rater,
         prompt=({"role": "user", "content": "question"},),
         completion={"role": "assistant", "content": target},
-        label=label,
+        label=None if isinstance(label, str) else label,
+        follow_up=label if isinstance(label, str) else "",
         origin=Origin("log", 1),
     )
 
@@ -345,7 +347,7 @@ VOTES = st.lists(
         st.sampled_from((0.0, 1.0, 2.0)),
         st.sampled_from(("", "x", "y")),
         st.sampled_from("mn"),
-        st.sampled_from((True, False, None)),
+        st.sampled_from((True, False, None, "next")),
     ),
     max_size=6,
 )
@@ -368,6 +370,98 @@ def test_merging_twice_changes_nothing(earlier: list[Vote], later: list[Vote]) -
         rivals += [v for v in (*earlier, *later) if v is not vote and vote.id == v.id]
         if all(vote.updated_at > rival.updated_at for rival in rivals):
             assert vote in once
+
+
+# Feedback as text
+
+
+FOLLOWED = entry(3, None, next="Shorter")
+
+
+def test_feedback_is_a_column_next_to_the_label() -> None:
+    log = [entry(1, comment="clear"), entry(2, False, next="Why?"), FOLLOWED, entry(4)]
+    summary = do_import(*log)
+    assert [(row["label"], row.get("feedback")) for row in rows(OUT)] == [
+        (True, "clear"),
+        (False, "Why?"),
+        (True, None),
+    ]
+    assert not Path("feedback.unlabelled.jsonl").exists()
+    assert summary.feedback == {
+        "rows": 3,
+        "label": 3,
+        "feedback": 2,
+        "comment": 1,
+        "reasons": 0,
+        "correction": 0,
+        "follow_up": 1,
+    }
+
+
+def test_rows_without_a_label_have_a_file_of_their_own() -> None:
+    log = [entry(1, comment="clear"), entry(2, None, better="better 2"), FOLLOWED]
+    do_import(*log)
+    before = contents()
+    summary = do_import(*log, unlabelled=True)
+    assert [row["feedback"] for row in rows("feedback.unlabelled.jsonl")] == ["better 2", "Shorter"]
+    for name in ("feedback.jsonl", "feedback.pairs.jsonl", "feedback.demonstrations.jsonl"):
+        assert contents()[name] == before[name]
+    assert counts(summary) == (0, 0, 2, 0)
+    assert (summary.votes, summary.total, summary.follow_ups) == (2, 2, 1)
+    shown = printed(summary)
+    assert "1 answer read without a vote" in shown
+    assert re.search(r"^feedback\.unlabelled\.jsonl +2 +unlabelled ", shown, re.MULTILINE)
+    assert (
+        "Feedback as text: 3 of 3 rows (1 with a comment, 1 with a correction, "
+        "1 with a follow-up); 1 with a label"
+    ) in shown
+    assert (
+        "valence init feedback.unlabelled.jsonl --out unlabelled.yaml --method hindsight" in shown
+    )
+
+
+def test_later_imports_keep_rows_without_a_label() -> None:
+    do_import(entry(1), FOLLOWED, unlabelled=True)
+    do_import(entry(2))
+    assert [row["feedback"] for row in rows("feedback.unlabelled.jsonl")] == ["Shorter"]
+    before = contents()
+    do_import(entry(1), entry(2), FOLLOWED, unlabelled=True)
+    assert contents() == before
+
+
+def test_chats_without_any_vote_fill_the_main_file() -> None:
+    with raises_error("nothing-imported", fix="--unlabelled"):
+        do_import(FOLLOWED)
+    do_import(FOLLOWED, unlabelled=True)
+    assert [(row["completion"], row["feedback"]) for row in rows(OUT)] == [("answer 3", "Shorter")]
+    do_import(entry(1))
+    assert [row["label"] for row in rows("feedback.thumbs.jsonl")] == [True]
+
+
+def test_a_vote_after_the_follow_up_gives_the_row_its_label() -> None:
+    do_import(entry(1), FOLLOWED, unlabelled=True)
+    do_import(FOLLOWED | {"vote": False, "next": ""})
+    assert not Path("feedback.unlabelled.jsonl").exists()
+    assert [(row["label"], row.get("feedback")) for row in rows(OUT)] == [
+        (True, None),
+        (False, "Shorter"),
+    ]
+
+
+def test_since_last_is_the_last_vote_and_not_the_last_message() -> None:
+    do_import(entry(1), FOLLOWED, unlabelled=True)
+    assert do_import(entry(2), since="last").counts.new == 1
+
+
+def test_logs_of_chats_give_rows_without_a_label() -> None:
+    turns = [("user", "Hi"), ("assistant", "Yo"), ("user", "Shorter")]
+    log = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    Path("chats.jsonl").write_text(json.dumps(log))
+    summary = import_feedback("chats", ["chats.jsonl"], ImportOptions(out=OUT))
+    (row,) = rows(OUT)
+    assert (row["completion"], row["feedback"]) == ("Yo", "Shorter")
+    assert (summary.votes, summary.total, summary.follow_ups) == (0, 0, 1)
+    assert "votes" not in printed(summary)
 
 
 # Filters

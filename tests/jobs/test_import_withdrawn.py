@@ -215,6 +215,26 @@ def test_a_complete_export_drops_the_votes_that_it_does_not_have() -> None:
     assert contents() == before
 
 
+def test_what_a_person_wrote_goes_with_the_vote_and_with_the_chat() -> None:
+    log = [
+        entry(1),
+        entry(2, False, comment="I am Ann", next="Call Ann"),
+        entry(3, None, next="Ann is 30"),
+    ]
+    import_log(*log, unlabelled=True)
+    assert sum(content.count(b"Ann") for content in contents().values()) > 3
+    summary = import_log(entry(1), complete=True, unlabelled=True)
+    assert summary.counts.withdrawn == 1
+    assert not any(b"Ann" in content for content in contents().values())
+
+
+def test_follow_ups_that_were_not_read_are_kept() -> None:
+    import_log(entry(1), entry(3, None, next="Shorter"), unlabelled=True)
+    before = contents()
+    import_log(entry(1), complete=True)
+    assert contents() == before
+
+
 def test_votes_that_a_filter_leaves_out_are_not_withdrawn() -> None:
     import_log(entry(1), entry(2, model="large"))
     summary = import_log(entry(1), entry(2, model="large"), complete=True, model="tiny")

@@ -10,9 +10,14 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers.utils import hub
 
+from tests.tiny import tiny_tokenizer
+from valence.data.audit import audit
+from valence.data.encode import Encoder
+from valence.data.load import DataFile, load
 from valence.reports.card import CardFacts, last_record, license_of, model_card
 from valence.reports.rendering import fenced, markdown, markdown_table
 
+SECRET = "ann-wrote-this"
 HOSTILE = (
     "a | b\n# head\n<script>alert(1)</script> [x](javascript:1) ![i](u) **b** _e_ `c` ``` "
     "$m$ a_b \x1b[2J \ud800 \\"
@@ -298,3 +303,18 @@ def test_a_fence_is_longer_than_any_in_the_code():
 def test_a_table_without_rows_is_omitted():
     assert markdown_table(("a",), []) == ""
     assert markdown(None) == "\N{EN DASH}"
+
+
+def test_no_feedback_of_the_training_rows_is_in_the_card(tmp_path):
+    """Not in its tables, and not in the reasons of rows that cannot be used."""
+    row = {"prompt": "Hi", "completion": "Yo", "label": True, "feedback": SECRET}
+    parts = {"comment": SECRET, "follow_up": SECRET}
+    rows = [row | {"info": {"comment": SECRET, "feedback": parts}}, row | {"label": None}, row]
+    path = tmp_path / "feedback.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    loaded = load([DataFile(path=str(path))], "judgement", on_bad_row="skip")
+    encoder = Encoder(tiny_tokenizer(None), max_length=500)
+    result = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder)
+    card = model_card(replace(FACTS, audit=result.to_dict()))
+    assert "no rating" in card
+    assert SECRET not in card

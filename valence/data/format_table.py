@@ -205,6 +205,8 @@ SHAPES: dict[str, Format] = {
         "judgement", f"{PROMPT} {ANSWER} {FEEDBACK}", f"label score {MORE}", only="feedback"),
     "feedback_messages": Format(
         "judgement", f"{TURNS} {FEEDBACK}", f"label score {MORE}", only="feedback"),
+    "feedback_ids": Format(
+        "judgement", f"{IDS} feedback", f"label score error {GENERATED}", only="feedback"),
     # Two answers, and which one is better
     "shp": Format(
         "preference", "history=prompt human_ref_A=first human_ref_B=second labels=label"),

@@ -279,7 +279,14 @@ def _read_all(
             (skipped_row.origin, SKIP_REASONS[skipped_row.reason])
             for skipped_row in imported.unused
         )
-        examples = [example for _, example in _located(imported)]
+        located = _located(imported)
+        if kind == "feedback":
+            return [
+                read_example(kind, row.value, row.origin)
+                for row, _ in located
+                if row.value.get("feedback")
+            ]
+        examples = [example for _, example in located]
         return imported_examples(examples, kind, conversion)
 
     sources = _with_exports(sources, select)

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from tests.data.importers import (
     test_bedrock,
     test_chat_ui,
+    test_chats,
     test_fastchat,
     test_helicone,
     test_langfuse,
@@ -217,6 +218,10 @@ def write_librechat(folder: Path) -> list[str]:
     return [write_jsonl(folder / "messages.jsonl", rows)]
 
 
+def write_chats(folder: Path) -> list[str]:
+    return [test_chats.write_log(folder / "chats.jsonl")]
+
+
 def real(*names: str) -> Callable[[Path], list[str]]:
     return lambda _: [str(REAL / name) for name in names]
 
@@ -236,6 +241,7 @@ EXPORTS: dict[str, Callable[[Path], list[str]]] = {
     "bedrock": write_bedrock,
     "label_studio": real("label_studio.json"),
     "argilla": real("argilla_flat.json"),
+    "chats": write_chats,
 }
 """Writes the export of a tool into a folder, and returns its files."""
 

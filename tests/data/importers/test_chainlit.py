@@ -165,3 +165,22 @@ def test_a_damaged_database_is_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with raises_error("import-not-an-export"):
         read_all(read, write_json(tmp_path / "rows.json", [{"prompt": "x"}]))
+
+
+SUN = step("s6", "user_message", "Is it sunny?", 9)
+
+
+def test_the_users_next_message_is_the_follow_up(tmp_path: Path) -> None:
+    """Steps of runs and tools are no messages; of several messages of a run, the last counts."""
+    rows = tables(feedback("run1"))
+    rows["steps"].append(SUN)
+    files = write_all(tmp_path, rows)
+    assert only_vote(read, *files).follow_up == "And Spain?"
+    records = list(read(files, ReadOptions(includes_unlabelled=True)))
+    votes = [record for record in records if isinstance(record, Vote)]
+    assert [(v.completion["content"], v.label, v.follow_up) for v in votes] == [
+        ("Paris", True, "And Spain?"),
+        ("Searching\n\nMadrid", None, "Is it sunny?"),
+    ]
+    # the greeting answers nothing
+    assert [record.reason for record in records if not isinstance(record, Vote)] == ["no_prompt"]

@@ -123,3 +123,29 @@ def test_answers_from_tools_and_searches_are_skipped(
     """The messages of the database have more columns than those of an export."""
     row = {"messages": [HI, turn("assistant", "Yo", 1) | extra]}
     assert read_all(read, write_json(tmp_path / "chats.json", [row])) == [expected]
+
+
+YO, BYE = turn("assistant", "Yo"), turn("user", "Bye")
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        pytest.param([HI, turn("assistant", "Yo", 1), BYE], [("Yo", True, "Bye")], id="rated"),
+        pytest.param([HI, YO, BYE, YO], [("Yo", None, "Bye")], id="unrated"),
+        pytest.param([HI, YO], ["no_vote"], id="last-message"),
+        pytest.param([HI, YO, turn("user", " ")], ["no_vote"], id="blank"),
+        pytest.param([HI, YO, turn("assistant", "Hello"), BYE], ["no_vote"], id="regenerated"),
+        pytest.param([HI, YO, BYE, turn("user", "Ciao")], ["no_vote"], id="edited-message"),
+        pytest.param([YO, BYE], ["no_prompt"], id="greeting"),
+    ],
+)
+def test_the_next_message_is_the_follow_up_where_no_other_branch_is(
+    tmp_path: Path, messages: list[dict[str, Any]], expected: list[Any]
+) -> None:
+    path = write_parquet(tmp_path / "chats.parquet", messages)
+    records = read([path], ReadOptions(includes_unlabelled=True))
+    assert [
+        (r.completion["content"], r.label, r.follow_up) if isinstance(r, Vote) else r.reason
+        for r in records
+    ] == expected

@@ -226,3 +226,28 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     path.write_text(",".join(HEADER) + '\n"a"b,1,Like,now\n', encoding="utf-8")
     with raises_error("csv-syntax", where=f"{path}:2"):
         read_all(read, str(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        pytest.param(record(CHAT, 1, "Like"), "And Spain?", id="next-message"),
+        pytest.param(record(CHAT, 4, "Like"), "", id="last-message"),
+        pytest.param(record(PAIRS, "(0, 1)", "Like"), "And Spain?", id="pairs"),
+        pytest.param(record([PAIRS[0], [["/a.png"], "A"]], "(0, 1)", "Like"), "", id="pairs-image"),
+        pytest.param(
+            record([*CHAT[:2], turn("user", {"type": "file", "file": {}})], 1, "Like"),
+            "",
+            id="image-alone",
+        ),
+        pytest.param(
+            record([*CHAT[:2], turn("user", "And Spain?"), turn("user", "Please")], 1, "Like"),
+            "And Spain?\n\nPlease",
+            id="several",
+        ),
+    ],
+)
+def test_the_users_next_message_is_the_follow_up(
+    tmp_path: Path, row: list[Any], expected: str
+) -> None:
+    assert only_vote(read, log(tmp_path / "log.csv", row)).follow_up == expected

@@ -194,7 +194,7 @@ def test_a_vote_and_a_correction_of_one_rater_are_one(export: Export) -> None:
     result = only_vote(read, export([vote, corrected], [observation()]))
     assert (result.label, result.correction) == (False, "Hey")
     rows = make_rows([result]).rows
-    assert [len(rows[kind]) for kind in rows] == [1, 0, 1, 1]
+    assert [len(rows[kind]) for kind in rows] == [1, 0, 1, 1, 0]
 
 
 def test_a_changed_vote_remains_two(export: Export) -> None:

@@ -161,3 +161,55 @@ def test_regenerated_answers_with_opposite_thumbs_give_a_pair(tmp_path: Path) ->
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with raises_error("import-not-an-export"):
         read_all(read, write_json(tmp_path / "rows.json", [{"text": "x"}]))
+
+
+PARIS = ("Paris", None, "And Spain?")
+UNRATED = message("m2", "m1", "Paris", model="gpt")
+SPAIN = message("m3", "m2", "And Spain?", isCreatedByUser=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param([rated(), SPAIN], [("Paris", True, "And Spain?")], id="rated"),
+        pytest.param([rated(feedback=None), SPAIN], ["withdrawn", PARIS], id="withdrawn"),
+        pytest.param([UNRATED, SPAIN], [PARIS], id="unrated"),
+        pytest.param([UNRATED], [], id="last-message"),
+        pytest.param([UNRATED, SPAIN | {"text": " "}], [], id="blank"),
+        pytest.param(
+            [UNRATED, SPAIN | {"text": "", "content": [{"type": "text", "text": "And Spain?"}]}],
+            [PARIS],
+            id="content",
+        ),
+        pytest.param(
+            [
+                UNRATED,
+                SPAIN,
+                SPAIN | {"messageId": "m4", "text": "Why?", "createdAt": "2026-02-01"},
+            ],
+            [("Paris", None, "Why?")],
+            id="edited-message",
+        ),
+        pytest.param(
+            [
+                UNRATED,
+                UNRATED | {"messageId": "m5", "text": "Lyon"},
+                SPAIN | {"parentMessageId": "m5"},
+            ],
+            [("Lyon", None, "And Spain?")],
+            id="regenerated-answer",
+        ),
+        pytest.param([UNRATED | {"error": True}, SPAIN], ["failed"], id="failed"),
+    ],
+)
+def test_the_users_next_message_in_the_branch_is_the_follow_up(
+    tmp_path: Path, rows: list[dict[str, Any]], expected: list[Any]
+) -> None:
+    path = write_jsonl(tmp_path / "messages.jsonl", [QUESTION, *rows])
+    records = [*read([path], ReadOptions(includes_unlabelled=True))]
+    assert [
+        (r.completion["content"], r.label, r.follow_up) if isinstance(r, Vote) else r.reason
+        for r in records
+    ] == expected
+    labelled = [r for r in read([path], ReadOptions()) if isinstance(r, Vote)]
+    assert labelled == [r for r in records if isinstance(r, Vote) and r.label is not None]

@@ -15,6 +15,7 @@ from valence.data.importers.messages import (
     assistant_of,
     branch,
     exchange_of,
+    follow_up,
     merge_turns,
     messages_of,
     prompt_of,
@@ -401,3 +402,30 @@ def test_an_empty_system_turn_is_left_out() -> None:
     assert prompt_turns([{"role": "system", "content": " "}, user]) == (user,)
     with pytest.raises(UnusableVote):
         prompt_turns([{"role": "user", "content": " "}, user])
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param([], "", id="nothing"),
+        pytest.param([("user", "Why?")], "Why?", id="text"),
+        pytest.param([("human", "Why?"), ("human", "Tell me")], "Why?\n\nTell me", id="two"),
+        pytest.param([("assistant", "Also"), ("user", "Why?")], "", id="assistant"),
+        pytest.param([("tool", "12"), ("user", "Why?")], "", id="tool"),
+        pytest.param([("system", "x"), ("user", "Why?")], "Why?", id="system"),
+        pytest.param([("user", " \n"), ("user", "Why?")], "Why?", id="blank"),
+        pytest.param([("user", None)], "", id="null"),
+        pytest.param([("user", [{"type": "image_url", "image_url": {}}])], "", id="image"),
+        pytest.param(
+            [("user", [{"type": "image"}, {"type": "text", "text": "Why?"}])], "Why?", id="both"
+        ),
+        pytest.param(
+            [("user", [{"type": "tool_result", "tool_use_id": "c", "content": "12"}])],
+            "",
+            id="result-of-a-tool",
+        ),
+        pytest.param([("user", [{"type": "unknown"}])], "", id="unknown-part"),
+    ],
+)
+def test_follow_ups(turns: list[tuple[str, Any]], expected: str) -> None:
+    assert follow_up({"role": role, "content": content} for role, content in turns) == expected

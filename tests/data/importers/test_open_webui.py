@@ -84,7 +84,9 @@ def test_all_fields_of_feedback_are_in_the_vote(tmp_path: Path) -> None:
         parent="m1",
         label=False,
         comment="shorter",
-        tags=("too_verbose", "cooking"),
+        tags=("too_verbose",),
+        topics=("cooking",),
+        follow_up="Thanks",
         model="llama",
         session="c1",
         info={"rating": 3},
@@ -421,9 +423,9 @@ def test_the_feedback_that_open_webui_wrote() -> None:
         (RICE, "Reply 2 of tiny-a.", False),
     ]
     votes = [vote for vote in read([str(FEEDBACK)], ReadOptions()) if isinstance(vote, Vote)]
-    assert [(vote.tags, vote.comment) for vote in votes[-2:]] == [
-        (("too_verbose", "Cooking"), ""),
-        (("Cooking",), "right"),
+    assert [(vote.tags, vote.topics, vote.comment) for vote in votes[-2:]] == [
+        (("too_verbose",), ("Cooking",), ""),
+        ((), ("Cooking",), "right"),
     ]
     assert [(vote.model, vote.other_model) for vote in votes[6:9]] == [
         ("tiny-b", ""),
@@ -545,3 +547,142 @@ def test_a_saved_copy_of_a_rated_answer_counts_once(tmp_path: Path, has_feedback
     (vote,) = list(read(paths, ReadOptions()))
     assert isinstance(vote, Vote)
     assert (vote.message, *outcome(vote)) == ("m2", "12 minutes", True, None)
+
+
+UNLABELLED = ReadOptions(includes_unlabelled=True)
+SHORTER = message("m8", "m3", "user", "Shorter", timestamp=10)
+"""A message after the regenerated answer."""
+
+
+def words(record: Vote | Skipped) -> tuple[Any, ...]:
+    """The completion, its label, and what the user wrote."""
+    assert isinstance(record, Vote)
+    assert record.has_verdict or record.is_follow_up
+    text = record.follow_up if record.correction is None else ("edit", record.correction)
+    return record.completion["content"], record.label, text
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param(messages(LATER), "Thanks", id="next-message"),
+        pytest.param(messages(), "", id="last-message"),
+        pytest.param(messages(SIBLING, SHORTER), "", id="after-the-regenerated-answer"),
+        pytest.param(messages(SIBLING, LATER, SHORTER), "Thanks", id="both-branches-continued"),
+        pytest.param(
+            messages(
+                LATER | {"timestamp": 20}, message("m9", "m2", "user", "No, Basmati", timestamp=30)
+            ),
+            "No, Basmati",
+            id="edited-message",
+        ),
+        pytest.param(
+            messages(
+                LATER | {"timestamp": 20}, message("m9", "m2", "user", "No, Basmati", timestamp=10)
+            ),
+            "Thanks",
+            id="order-of-times",
+        ),
+        pytest.param(messages(LATER | {"content": " \n"}), "", id="blank"),
+        pytest.param(
+            messages(LATER | {"content": "", "files": [{"type": "image"}]}), "", id="image-alone"
+        ),
+        pytest.param(
+            messages(LATER | {"files": [{"type": "image"}]}), "Thanks", id="text-and-image"
+        ),
+        pytest.param(messages(message("m4", "m2", "system", "x")), "", id="system"),
+    ],
+)
+def test_the_follow_up_is_the_users_next_message_in_the_branch(
+    tmp_path: Path, turns: list[dict[str, Any]], expected: str
+) -> None:
+    path = write_json(tmp_path / "f.json", [feedback(turns)])
+    assert only_vote(read, path).follow_up == expected
+
+
+def test_the_follow_up_may_be_newer_than_the_vote(tmp_path: Path) -> None:
+    """A snapshot is of the time of the vote; the exported chat goes on."""
+    ratings = write_json(tmp_path / "f.json", [feedback(messages())])
+    chats = write_json(tmp_path / "chats.json", [chat(messages(LATER))])
+    assert only_vote(read, ratings, chats).follow_up == "Thanks"
+    snapshots = [
+        feedback(messages()),
+        feedback(messages(LATER), rated="m9", id="f2", time=1764000200),
+    ]
+    votes = list(read([write_json(tmp_path / "f2.json", snapshots)], ReadOptions()))
+    assert [vote.follow_up for vote in votes if isinstance(vote, Vote)] == ["Thanks"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param(messages(LATER), [("12 minutes", None, "Thanks")], id="one"),
+        pytest.param(
+            messages(SIBLING, SHORTER), [("An hour", None, "Shorter")], id="regenerated-answer"
+        ),
+        pytest.param(
+            messages(LATER, **RATED),
+            [("12 minutes", False, "Thanks")],
+            id="rated",
+        ),
+        pytest.param(
+            messages(LATER, annotation={"tags": ["Cooking"]}),
+            ["no_vote", ("12 minutes", None, "Thanks")],
+            id="annotation-without-a-rating",
+        ),
+        pytest.param(messages(), [], id="none"),
+        pytest.param(
+            messages(LATER, **EDITED), [("12 minutes", None, ("edit", "10 minutes"))], id="edited"
+        ),
+        pytest.param(messages(LATER, error={"content": "x"}), ["failed"], id="failed"),
+        pytest.param(messages(LATER, done=False), ["unfinished"], id="unfinished"),
+    ],
+)
+def test_answers_without_a_vote_are_read_on_request(
+    tmp_path: Path, turns: list[dict[str, Any]], expected: list[Any]
+) -> None:
+    path = write_json(tmp_path / "chats.json", [chat(turns)])
+    records = list(read([path], UNLABELLED))
+    assert [r.reason if isinstance(r, Skipped) else words(r) for r in records] == expected
+    labelled = [r for r in read([path], ReadOptions()) if isinstance(r, Vote)]
+    assert labelled == [r for r in records if isinstance(r, Vote) and r.label is not None]
+
+
+def test_an_answer_is_read_once_from_several_snapshots_and_the_chat(tmp_path: Path) -> None:
+    turns = messages(LATER, message("m6", "m4", "assistant", "You are welcome", done=True))
+    rows = [feedback(turns, rated="m6", id=f"f{n}", time=1764000100 + n) for n in range(2)]
+    paths = [write_json(tmp_path / "f.json", rows), write_json(tmp_path / "c.json", [chat(turns)])]
+    records = [words(record) for record in read(paths, UNLABELLED)]
+    assert records.count(("12 minutes", None, "Thanks")) == 1
+    assert len(records) == 3
+
+
+@pytest.mark.parametrize(
+    ("is_edited_in_snapshot", "expected"), [(True, "Thanks"), (False, ""), (None, "")]
+)
+def test_a_follow_up_belongs_to_the_text_that_the_user_read(
+    tmp_path: Path, is_edited_in_snapshot: bool | None, expected: str
+) -> None:
+    edited = messages(LATER, **EDITED)
+    snapshots = {True: edited, False: messages(LATER), None: None}
+    paths = [
+        write_json(tmp_path / "f.json", [feedback(snapshots[is_edited_in_snapshot], -1)]),
+        write_json(tmp_path / "chats.json", [chat(edited)]),
+    ]
+    label, correction = read(paths, ReadOptions())
+    assert isinstance(label, Vote)
+    assert isinstance(correction, Vote)
+    assert (label.follow_up, correction.follow_up) == (expected, "")
+
+
+def test_the_feedback_that_open_webui_wrote_as_text() -> None:
+    """Tags of Open WebUI are topics of the chat, which a model wrote."""
+    imported = import_votes(read([str(FEEDBACK)], ReadOptions()))
+    texts = [
+        (row["completion"], row["feedback"]) for row in imported.rows["thumbs"] if "feedback" in row
+    ]
+    assert texts == [
+        ("Reply 6 of tiny-a.", "too verbose\n\nThanks"),
+        ("Reply 2 of tiny-a.", "right\n\nAnd pasta?"),
+        ("Reply 78 of tiny-a.", "Sure?"),
+    ]

@@ -304,6 +304,7 @@ def test_rows_name_their_source_and_no_person() -> None:
         "comment": ["clear", "short"],
         "tags": ["a", "b"],
         "updated_at": "2026-01-02T03:04:05+00:00",
+        "feedback": {"comment": "clear\n\nshort", "reasons": "a, b"},
     }
     assert "example.org" not in str(row)
     assert "Ann" not in str(row)
@@ -394,3 +395,93 @@ def test_the_order_of_votes_with_distinct_times_does_not_matter(data: st.DataObj
     votes = data.draw(vote_lists())
     shuffled: Sequence[Vote] = data.draw(st.permutations(votes))
     assert make_rows(shuffled) == make_rows(votes)
+
+
+# Feedback as text
+
+
+def test_the_parts_of_feedback_are_separate_paragraphs() -> None:
+    judged = vote(
+        label=False,
+        comment="Too long. ",
+        tags=("not_helpful", "Other", "bad-style"),
+        topics=("cooking",),
+        correction="Yes.",
+        follow_up="Shorter, please",
+    )
+    result = make_rows([judged])
+    (row,) = result.rows["thumbs"]
+    assert row["feedback"] == "Too long.\n\nnot helpful, bad style\n\nYes.\n\nShorter, please"
+    assert row["info"]["feedback"] == {
+        "comment": "Too long.",
+        "reasons": "not helpful, bad style",
+        "correction": "Yes.",
+        "follow_up": "Shorter, please",
+    }
+    assert row["info"]["tags"] == ["not_helpful", "Other", "bad-style", "cooking"]
+    others = [*result.rows["pairs"], *result.rows["demonstrations"]]
+    assert len(others) == 2
+    assert not any("feedback" in row for row in others)
+
+
+def test_rows_of_votes_without_words_have_no_feedback() -> None:
+    votes = [vote(label=True, comment=" ", tags=("other",), topics=("cooking",))]
+    (row,) = make_rows(votes).rows["thumbs"]
+    assert "feedback" not in row
+    assert "feedback" not in row["info"]
+
+
+def test_the_words_of_all_votes_on_a_completion_are_its_feedback() -> None:
+    """Also those of a minority, of a score, and of a message in the chat; each text once."""
+    votes = [
+        vote("v1", label=True, comment="short", follow_up="Thanks"),
+        vote("v2", label=True, comment="short"),
+        vote("v3", label=False, comment="wrong", tags=("inaccurate",)),
+        vote("v4", score=2.0, comment="half right"),
+        vote("v5", follow_up="Thanks"),
+        vote("v6", comment="withdrawn"),
+    ]
+    rows = make_rows(votes, unlabelled=True).rows
+    texts = [row["feedback"] for kind in rows for row in rows[kind]]
+    assert texts == ["short\n\nwrong\n\nhalf right\n\ninaccurate\n\nThanks"] * 2
+    assert not rows["unlabelled"]
+
+
+def test_a_comment_on_two_bad_answers_is_feedback_on_both() -> None:
+    rows = make_rows([compared("v1", "both_bad", comment="rude")]).rows["thumbs"]
+    assert [row["feedback"] for row in rows] == ["rude", "rude"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        pytest.param([vote(follow_up="Thanks")], ["Thanks"], id="follow-up"),
+        pytest.param([vote(correction="Yes")], ["Yes"], id="correction"),
+        pytest.param([vote(correction="Yo")], [], id="correction-is-the-completion"),
+        pytest.param([vote(comment="rude")], [], id="withdrawn"),
+        pytest.param(
+            [vote("v1", label=True), vote("v2", label=False, comment="rude")],
+            ["rude"],
+            id="divided-raters",
+        ),
+        pytest.param([vote(label=True, follow_up="Thanks")], [], id="label"),
+        pytest.param([compared("v1", "this", comment="rude")], [], id="comparison"),
+    ],
+)
+def test_completions_without_a_label_give_rows_on_request(
+    votes: Sequence[Vote], expected: list[str]
+) -> None:
+    rows = make_rows(votes, unlabelled=True).rows["unlabelled"]
+    assert [row["feedback"] for row in rows] == expected
+    assert not any("label" in row for row in rows)
+    assert not make_rows(votes).rows["unlabelled"]
+
+
+def test_a_follow_up_does_not_replace_the_vote_of_its_writer() -> None:
+    votes = [
+        vote("v1", rater="ann", message="m", label=False, updated_at=1.0),
+        vote("v2", rater="ann", message="m", follow_up="Shorter", updated_at=2.0),
+    ]
+    assert rows_of("thumbs", *votes) == [
+        {"completion": "Yo", "label": False, "feedback": "Shorter"}
+    ]

@@ -45,6 +45,7 @@ USES = {
     "score-name": r"options\.score_names",
     "category": r"options\.labels",
     "include-machine": r"is_machine=",
+    "unlabelled": r"includes_unlabelled|correction",
     **{part: rf"""paths\.get\("{part}"|in options\.paths|guess_parts\(""" for part in PARTS},
 }
 """Option -> text in the readers that use it."""

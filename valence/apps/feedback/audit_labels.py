@@ -1,5 +1,6 @@
 """Label quality of rated rows: contradictions, agreement of raters, labels that the form of a
-completion gives away, and labels that a model's hidden states contradict.
+completion gives away, and labels that a model's hidden states contradict. Of all rows: personal
+data, and feedback as text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import SourceSettings
 from valence.data import values
 from valence.data.audit import contradictions
+from valence.data.audit_words import (
+    FeedbackTexts,
+    PersonalData,
+    RowTexts,
+    audit_feedback,
+    personal_data,
+    texts_of,
+)
 from valence.data.encode import Encoder
 from valence.data.formats import lookup
 from valence.data.importers.records import ReadOptions, Vote
@@ -156,7 +165,8 @@ class LabelAudit:
     contradictions: origins of rows with the opposite label of an earlier row with the same content,
     and of that row. near_duplicates: origins of a row rated up and one rated down, and their
     similarity. unrated: rows of no class. num_bad: rows that cannot be read; bad: the first of
-    them, with reasons. out: the file that was written.
+    them, with reasons. personal: personal data in all rows. feedback: None where no row has any.
+    out: the file that was written.
     """
 
     kinds: tuple[KindAudit, ...]
@@ -166,6 +176,8 @@ class LabelAudit:
     contradictions: tuple[tuple[str, str], ...]
     near_duplicates: tuple[tuple[str, str, float], ...]
     agreement: RaterAgreement | None
+    personal: tuple[PersonalData, ...] = ()
+    feedback: FeedbackTexts | None = None
     model: str | None = None
     out: str | None = None
 
@@ -234,12 +246,14 @@ class RatedRow:
 class AuditRows:
     """All rows of some files, in their order.
 
-    rows: those that are JSON objects or table records. rated: those with a label or preference, by
-    kind. num_unrated: the others that can be read. bad: those that cannot. unusable: indices of the
+    rows: those that are JSON objects or table records. texts: their texts. rated: those with a
+    label or preference, by kind. num_unrated: the others that can be read. bad: those that
+    cannot. unusable: indices of the
     rows among ``bad`` that are in ``rows``.
     """
 
     rows: list[Row] = field(default_factory=list[Row])
+    texts: list[RowTexts] = field(default_factory=list[RowTexts])
     rated: dict[RatedKind, list[RatedRow]] = field(
         default_factory=lambda: {kind: list[RatedRow]() for kind in SIDES}
     )
@@ -328,7 +342,8 @@ def audit_rows(
         check_output(out, is_new=not options.review)
     rows = read_rated(sources)
     rated = rows.all_rated
-    if not rated:
+    feedback = audit_feedback(rows.texts)
+    if not rated and (feedback is None or out is not None):
         raise _nothing_rated(files, rows)
     if out is not None:
         _check_writable(out, rows)
@@ -356,6 +371,8 @@ def audit_rows(
         ),
         near_duplicates=tuple(map(_located, duplicates)),
         agreement=rater_agreement(ratings),
+        personal=personal_data(rows.texts),
+        feedback=feedback,
         model=model,
     )
     probabilities = {
@@ -396,6 +413,7 @@ def read_rated(sources: Sequence[SourceSettings]) -> AuditRows:
                 continue
             index = len(rows.rows)
             rows.rows.append(row)
+            rows.texts.append(texts_of(row.value, columns, row.origin))
             if isinstance(example, BadRow):
                 rows.bad.append(example)
                 rows.unusable.add(index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +15,7 @@ from valence.apps.feedback.audit_labels import (
     LabelAudit,
 )
 from valence.apps.feedback.select_prompts import Selection
+from valence.data.audit_words import FeedbackTexts, PersonalData
 from valence.data.label_audit import RaterAgreement
 from valence.statistics import MIN_CLASS_ROWS
 from valence.terminal import print_message
@@ -46,6 +49,14 @@ def print_audit(audit: LabelAudit, console: Console) -> None:
         print_message(console, line + (":" if audit.num_bad == 1 else ", such as:"), "yellow")
         for bad in audit.bad:
             print_message(console, f"  {bad}", "yellow")
+    _print_personal(audit.personal, console)
+    if audit.feedback is not None:
+        _print_feedback(audit.feedback, console)
+    if audit.kinds:
+        _print_labels(audit, console)
+
+
+def _print_labels(audit: LabelAudit, console: Console) -> None:
     _print_contradictions(audit, console)
     _print_agreement(audit.agreement, console)
     for kind in audit.kinds:
@@ -63,6 +74,35 @@ def print_audit(audit: LabelAudit, console: Console) -> None:
 
 def _print_title(title: str, console: Console) -> None:
     print_message(console, f"\n{title}", "bold")
+
+
+def _print_personal(personal: Sequence[PersonalData], console: Console) -> None:
+    _print_title("Personal data", console)
+    if not personal:
+        print_message(console, "No address, phone, account or card number was recognized.")
+    for item in personal:
+        noun = counted(item.count, "row")
+        line = f"{item.kind} in {item.part}: {noun}, such as {item.rows[0]}"
+        print_message(console, line, "yellow")
+
+
+def _print_feedback(feedback: FeedbackTexts, console: Console) -> None:
+    _print_title("Feedback as text", console)
+    languages = ", ".join(f"{name} {count:,}" for name, count in feedback.languages.items())
+    print_message(console, f"{counted(feedback.rows, 'row')}: {languages}")
+    if feedback.num_other_language:
+        noun = counted(feedback.num_other_language, "row")
+        print_message(console, f"{noun} with a completion in another language")
+    if feedback.num_repeated:
+        text, count = feedback.repeated[0]
+        text = f"{text[:TEXT_LENGTH]}..." if len(text) > TEXT_LENGTH else text
+        noun = counted(feedback.num_repeated, "row")
+        print_message(console, f"{noun} with the text of another one, such as {text!r} ({count:,})")
+    if feedback.num_quotes:
+        row, other = feedback.quotes[0]
+        noun = counted(feedback.num_quotes, "row")
+        line = f"{noun} with words of another chat, such as {row}, which quotes {other}"
+        print_message(console, line, "yellow")
 
 
 def _print_contradictions(audit: LabelAudit, console: Console) -> None:

@@ -36,6 +36,7 @@ from valence.data.importers.records import (
 from valence.data.importers.rows import (
     KIND_OF,
     ROW_KINDS,
+    ImportedRows,
     RowKind,
     agreement,
     make_rows,
@@ -95,6 +96,9 @@ class ImportSummary:
     """The result of an import.
 
     votes: read now, each of which is in ``counts``; total: in all imports into the same --out.
+    follow_ups: completions without a vote that were read because a user message follows. feedback:
+    the number of rows of one completion, and of those with a label, with feedback, and with each
+    part of it.
     skipped: by reason, most frequent first. models: how many of the votes that were read are on
     completions of each. from_date, to_date: of all votes. num_shared: completions or comparisons
     on which several raters voted; agreement: share of all pairs of their votes that agree.
@@ -118,6 +122,8 @@ class ImportSummary:
     num_shared: int = 0
     agreement: float | None = None
     num_pairs_left_out: int = 0
+    follow_ups: int = 0
+    feedback: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
@@ -127,6 +133,13 @@ class ImportSummary:
         return summary
 
 
+FEEDBACK_WORDS = {
+    "comment": "a comment",
+    "reasons": "reasons or tags",
+    "correction": "a correction",
+    "follow_up": "a follow-up",
+}
+"""Parts of the feedback of rows -> their names in the summary."""
 CATEGORIES = {"up": True, "down": False}
 
 
@@ -146,6 +159,7 @@ def import_feedback(
     Raises UserError for invalid arguments, and if no vote can be used.
     """
     name, reading, url = source_name(source), _reading(options), options.url
+    unlabelled = options.unlabelled or source_of(name).main == "unlabelled"
     console = console or Terminal()
     if bool(files) is bool(url):
         if files:
@@ -177,7 +191,9 @@ def import_feedback(
         if source_of(name).is_plugin and not url:  # its votes may name the tool otherwise
             read = list(read)
             sources = {item.source for item in read if isinstance(item, Vote)} or sources
-        start = _start(options.since, [vote for vote in store.votes if vote.source in sources])
+        store.has_unlabelled |= unlabelled
+        of_sources = [vote for vote in store.votes if vote.source in sources]
+        start = _start(options.since, [vote for vote in of_sources if not vote.is_follow_up])
         if url:
             read = pull_votes(
                 name, url, reading, start, token_env=options.token_env, progress=count
@@ -190,7 +206,7 @@ def import_feedback(
                 from valence.data.importers.pull import server_address
 
                 server, _ = server_address(url)
-            stored = _drop_absent(stored, sources, votes, skipped, server)
+            stored = _drop_absent(stored, sources, votes, skipped, server, follow_ups=unlabelled)
         num_absent = len(store.votes) - len(stored)
         withdrawals = [
             withdrawn_vote(source, item)
@@ -199,25 +215,31 @@ def import_feedback(
             if item.reason == "withdrawn" and item.vote_id
         ]
         merged, counts = merge_votes(stored, [*votes, *withdrawals])
-        counts = replace(counts, withdrawn=counts.withdrawn + num_absent)
-        imported = make_rows(merged)
+        num_withdrawn = _num_verdicts(store.votes) - _num_verdicts(stored)
+        counts = replace(counts, withdrawn=counts.withdrawn + num_withdrawn)
+        imported = make_rows(merged, unlabelled=store.has_unlabelled)
         skipped += imported.unused
         is_up_to_date = bool(store.votes) and bool(
             withdrawals or num_absent or any(item.reason == "before_since" for item in skipped)
         )
-        was_withdrawn = num_absent or not all(vote.has_verdict for vote in merged)
+        was_withdrawn = num_absent or not all(
+            vote.has_verdict or vote.is_follow_up for vote in merged
+        )
         if not (votes or is_up_to_date) or not (any(imported.rows.values()) or was_withdrawn):
             raise _nothing_imported(name, files, url, skipped)
         main = store.main or source_of(name).main
+        if not store.main and not imported.rows[main] and imported.rows["unlabelled"]:
+            main = "unlabelled"
         rows = store.write(merged, imported, main)
     merged = [vote for vote in merged if vote.has_verdict]
     times = [vote.updated_at for vote in merged if vote.updated_at]
     num_shared, agreeing = agreement(merged)
     labels = [row["label"] for row in imported.rows["thumbs"]]
     weights = advised_weights(labels.count(True), labels.count(False)) if labels else None
+    num_follow_ups = sum(vote.is_follow_up for vote in votes)
     return ImportSummary(
         source=name,
-        votes=len(votes),
+        votes=len(votes) - num_follow_ups,
         counts=counts,
         total=len(merged),
         files=tuple(
@@ -235,7 +257,25 @@ def import_feedback(
         num_shared=num_shared,
         agreement=agreeing,
         num_pairs_left_out=imported.num_pairs_left_out,
+        follow_ups=num_follow_ups,
+        feedback=_feedback_counts(imported),
     )
+
+
+def _feedback_counts(imported: ImportedRows) -> dict[str, int]:
+    kinds: tuple[RowKind, ...] = ("thumbs", "scores", "unlabelled")
+    rows = [row for kind in kinds for row in imported.rows[kind]]
+    parts = Counter(part for row in rows for part in row["info"].get("feedback", ()))
+    return {
+        "rows": len(rows),
+        "label": sum("label" in row for row in rows),
+        "feedback": sum("feedback" in row for row in rows),
+        **{part: parts[part] for part in FEEDBACK_WORDS},
+    }
+
+
+def _num_verdicts(votes: Iterable[Vote]) -> int:
+    return sum(vote.has_verdict for vote in votes)
 
 
 def _reading(options: ImportOptions) -> ReadOptions:
@@ -247,6 +287,7 @@ def _reading(options: ImportOptions) -> ReadOptions:
         labels=dict(map(_category, options.category)),
         includes_machine=options.include_machine,
         keeps_reasoning=options.keep_reasoning,
+        includes_unlabelled=options.unlabelled,
     )
 
 
@@ -330,11 +371,14 @@ def _drop_absent(
     votes: Sequence[Vote],
     skipped: Sequence[Skipped],
     server: str | None,
+    *,
+    follow_ups: bool,
 ) -> list[Vote]:
     """The stored votes without those of a tool that are no longer among all of its votes.
 
     sources: its names in votes. votes, skipped: all that it has. server: the address of the server
-    that has them, so that votes from elsewhere stay; None for all votes of the tool.
+    that has them, so that votes from elsewhere stay; None for all votes of the tool. follow_ups:
+    whether follow-ups were read too.
     """
     keys = {vote.key for vote in votes}
     ids = {*(vote.id for vote in votes), *(item.vote_id for item in skipped)} - {""}
@@ -344,7 +388,7 @@ def _drop_absent(
         if vote.source not in sources
         or vote.key in keys
         or vote.id in ids
-        or not vote.has_verdict
+        or not (vote.has_verdict or (vote.is_follow_up and follow_ups))
         or server not in (None, vote.origin.path)
     ]
 
@@ -371,6 +415,7 @@ def _skipped_counts(skipped: Sequence[Skipped]) -> dict[SkipReason, SkippedCount
 
 def _rows_file(path: Path, kind: RowKind, rows: Mapping[str, int], *, is_main: bool) -> RowsFile:
     command = ["valence", "init", str(path), *([] if is_main else ["--out", f"{kind}.yaml"])]
+    command += ["--method", "hindsight"] if kind == "unlabelled" else []
     return RowsFile(str(path), kind, rows[path.name], shlex.join(command))
 
 
@@ -383,11 +428,16 @@ def _nothing_imported(
         for reason, skip in counts.items()
     )
     fixes = [FIXES[reason] for reason in counts if reason in FIXES]
+    follow_ups = (
+        "; or add --unlabelled to import the answers that a user message follows"
+        if "unlabelled" in source_of(name).options.split()
+        else ""
+    )
     return UserError(
         f"nothing was imported: {reasons or 'the export has no votes'}",
         code="nothing-imported",
         where=_public_name(url) if url else ", ".join(files),
-        fix=fixes[0] if fixes else f"use an export with votes: {source_of(name).files}",
+        fix=fixes[0] if fixes else f"use an export with votes: {source_of(name).files}{follow_ups}",
     )
 
 
@@ -395,22 +445,11 @@ def _nothing_imported(
 
 
 def print_summary(summary: ImportSummary, console: Console) -> None:
-    counts = summary.counts
-    parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
-    if counts.withdrawn:
-        parts["withdrawn"] = counts.withdrawn
-    if counts.superseded:
-        parts["superseded by a later vote of the same rater"] = counts.superseded
-    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in parts.items())
-    print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
-    period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
-    print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}\n")
+    _print_counts(summary, console)
     if summary.files:
         table = Table("file", "rows", "kind", "content", box=None, pad_edge=False)
         for file in summary.files:
-            kind = KIND_OF[file.kind]
-            content = f"{WORDS[kind]}, for {METHOD_FOR[kind]}"
-            table.add_row(file.path, f"{file.rows:,}", file.kind, content)
+            table.add_row(file.path, f"{file.rows:,}", file.kind, _content(file.kind))
         console.print(table)
     else:
         print_message(console, "None of the stored votes can be converted into a row.")
@@ -427,6 +466,34 @@ def print_summary(summary: ImportSummary, console: Console) -> None:
         print_message(console, "\nNext, write a recipe for the rows to train on:")
     for file in summary.files:
         print_message(console, f"  {file.command}")
+
+
+def _print_counts(summary: ImportSummary, console: Console) -> None:
+    """Print how many votes and follow-ups were read."""
+    counts = summary.counts
+    parts = {"new": counts.new, "replaced": counts.replaced, "unchanged": counts.unchanged}
+    if counts.withdrawn:
+        parts["withdrawn"] = counts.withdrawn
+    if counts.superseded:
+        parts["superseded by a later vote of the same rater"] = counts.superseded
+    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in parts.items())
+    if summary.follow_ups:
+        answers = "answer" if summary.follow_ups == 1 else "answers"
+        line = f"{summary.follow_ups:,} {answers} read without a vote, with the user's next message"
+        print_message(console, line)
+    if summary.votes or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.votes)} read: {outcomes}")
+    period = f", {summary.from_date} to {summary.to_date}" if summary.from_date else ""
+    if summary.total or not summary.follow_ups:
+        print_message(console, f"{_votes(summary.total)} in {summary.votes_file}{period}")
+    print_message(console, "")
+
+
+def _content(kind: RowKind) -> str:
+    """What a file of rows contains, and the method for it."""
+    if kind == "unlabelled":
+        return "completions with feedback as text, for hindsight"
+    return f"{WORDS[KIND_OF[kind]]}, for {METHOD_FOR[KIND_OF[kind]]}"
 
 
 def _votes(number: int) -> str:
@@ -472,6 +539,17 @@ def _sentences(summary: ImportSummary) -> Iterator[str]:
     if weights := summary.weights:
         advice = f"; {weights.remedy}, or loss.class_weights: auto" if weights.remedy else ""
         yield f"Thumbs: {weights.n_up:,} up, {weights.n_down:,} down{advice}"
+    if (counts := summary.feedback) and counts["rows"]:
+        parts = [
+            f"{counts[part]:,} with {words}"
+            for part, words in FEEDBACK_WORDS.items()
+            if counts[part]
+        ]
+        yield (
+            f"Feedback as text: {counts['feedback']:,} of {counts['rows']:,} rows"
+            + (f" ({', '.join(parts)})" if parts else "")
+            + f"; {counts['label']:,} with a label"
+        )
     if summary.num_pairs_left_out:
         yield pairs_left_out(summary.num_pairs_left_out)
     if summary.num_raters:

@@ -130,8 +130,9 @@ class ImportStore:
     """The files of an --out, locked by this process inside ``with store.locked()``.
 
     votes: those of earlier imports, and pending ones. main: the kind of rows in --out itself, None
-    before the first import. num_pending: votes in the file of pending votes. overwrite: replace
-    row files that were edited, or that no import wrote.
+    before the first import. has_unlabelled: whether rows without a label were asked for, then or
+    now. num_pending: votes in the file of pending votes. overwrite: replace row files that were
+    edited, or that no import wrote.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
@@ -161,6 +162,7 @@ class ImportStore:
         self.pending_path = self._sibling_path("pending", out.suffix)
         self.votes: list[Vote] = []
         self.main: RowKind | None = None
+        self.has_unlabelled = False
         self._about: dict[str, Any] = {}
 
     def _sibling_path(self, name: str, suffix: str) -> Path:
@@ -221,6 +223,7 @@ class ImportStore:
             refuse_links(path, path.parent)
         self._about = self._read_about()
         self.main = self._about.get("main")
+        self.has_unlabelled = bool(self._about.get("unlabelled"))
         for path in self.paths[1:]:
             self._check_unedited(path)
         if self.votes_path.exists():
@@ -410,6 +413,7 @@ class ImportStore:
         return {
             "valence": __version__,
             "main": main,
+            **({"unlabelled": True} if self.has_unlabelled else {}),
             "sources": {
                 name: {"files": sorted(files[name]), "votes": num_votes[name]}
                 for name in sorted(files)

@@ -172,7 +172,7 @@ class FeedbackStore:
         with self._writing:
             with self._lock:
                 votes, pending = list(self._votes.values()), self._store.num_pending
-            imported = make_rows(votes)
+            imported = make_rows(votes, unlabelled=self._store.has_unlabelled)
             self._store.write(votes, imported, self._main, pending=pending)
             self._num_pairs_left_out = imported.num_pairs_left_out
 

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import is_blank, thumb_label, timestamp
-from valence.data.importers.messages import assistant, merge_turns, turns_of
+from valence.data.importers.messages import assistant, follow_up, merge_turns, turns_of
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
 from valence.data.values import shown
@@ -29,10 +30,11 @@ CONTEXT_STEPS = ("tool", "retrieval")
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-    """A vote for each feedback."""
+    """A vote for each feedback, then the answers without one that a user message follows."""
     feedback: list[Row] = []
     threads: dict[str, list[Columns]] = defaultdict(list)
     steps: dict[str, Columns] = {}
+    origins: dict[str, Origin] = {}
     users: dict[str, str] = {}
     for path in paths:
         is_database = _is_database(path)
@@ -44,14 +46,23 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
                 feedback.append(row)
             elif "output" in row.value:
                 steps[str(row.value.get("id"))] = row.value
+                origins[str(row.value.get("id"))] = row.origin
                 threads[str(row.value.get("threadId"))].append(row.value)
             else:
                 name = row.value.get("userId") or row.value.get("userIdentifier")
                 users[str(row.value.get("id"))] = str(name or "")
     for thread in threads.values():
         thread.sort(key=lambda step: timestamp(step.get("createdAt")))
+    rated: set[str] = set()
     for row in feedback:
-        yield from votes_or_skipped(_vote(row, steps, threads, users, options), row.origin)
+        for vote in votes_or_skipped(_vote(row, steps, threads, users, options), row.origin):
+            rated |= {vote.message} if isinstance(vote, Vote) else set()
+            yield vote
+    if options.includes_unlabelled:
+        for name, step in steps.items():
+            if name not in rated and step.get("type") == "assistant_message":
+                votes = _unrated(step, threads, users, options, origins[name])
+                yield from votes_or_skipped(votes, origins[name])
 
 
 def _is_row(row: Columns) -> bool:
@@ -111,35 +122,70 @@ def _vote(
         step = _last_message(target, thread)
     if step.get("type") != "assistant_message":
         raise UnusableVote("not_assistant", step.get("type"))
+    yield Vote(
+        source=SOURCE,
+        id=str(row.value.get("id") or target),
+        rater=users.get(session, ""),
+        updated_at=timestamp(row.value.get("updatedAt") or row.value.get("createdAt")),
+        message=str(step.get("id")),
+        label=label,
+        comment=str(row.value.get("comment") or ""),
+        follow_up=_follow_up(step, thread),
+        session=session,
+        origin=row.origin,
+        **_exchange(step, thread, options),
+    )
+
+
+def _unrated(
+    step: Columns,
+    threads: Mapping[str, list[Columns]],
+    users: Mapping[str, str],
+    options: ReadOptions,
+    origin: Origin,
+) -> Iterator[Vote]:
+    """The user's next message after an answer without a vote."""
+    session = str(step.get("threadId"))
+    text = _follow_up(step, threads[session])
+    if text:
+        yield Vote(
+            source=SOURCE,
+            id=f"{step.get('id')}/follow_up",
+            rater=users.get(session, ""),
+            updated_at=timestamp(step.get("createdAt")),
+            message=str(step.get("id")),
+            follow_up=text,
+            session=session,
+            origin=origin,
+            **_exchange(step, threads[session], options),
+        )
+
+
+def _follow_up(step: Columns, thread: list[Columns]) -> str:
+    """What the user wrote after an answer. Steps of runs and tools are no messages."""
+    later = thread[thread.index(step) + 1 :]
+    return follow_up(_message_turn(s) for s in later if str(s.get("type")) in ROLES)
+
+
+def _message_turn(step: Columns) -> dict[str, Any]:
+    return {"role": ROLES[str(step["type"])], "content": step.get("output") or step.get("input")}
+
+
+def _exchange(step: Columns, thread: list[Columns], options: ReadOptions) -> dict[str, Any]:
+    """The prompt and the completion of an answer."""
     if _is_error(step):
         raise UnusableVote("failed")
     earlier = thread[: thread.index(step)]
     if any(s.get("type") in CONTEXT_STEPS and not is_blank(s.get("output")) for s in earlier):
         raise UnusableVote("context", "a step of a tool or of retrieval")
     keeps = options.keeps_reasoning
-    turns = [
-        {"role": ROLES[str(s["type"])], "content": s.get("output") or s.get("input")}
-        for s in earlier
-        if str(s.get("type")) in ROLES and not _is_error(s)
-    ]
+    turns = [_message_turn(s) for s in earlier if str(s.get("type")) in ROLES and not _is_error(s)]
     while turns and turns[0]["role"] == "assistant":
         del turns[0]  # greetings, which the app writes
     completion = assistant(step.get("output"), keeps_reasoning=keeps)
     # a run may send several messages, of which the last one shows the thumbs
     *prompt, completion = merge_turns((*turns_of(turns), completion))
-    yield Vote(
-        source=SOURCE,
-        id=str(row.value.get("id") or target),
-        rater=users.get(session, ""),
-        updated_at=timestamp(row.value.get("updatedAt") or row.value.get("createdAt")),
-        prompt=tuple(prompt),
-        completion=completion,
-        message=str(step.get("id")),
-        label=label,
-        comment=str(row.value.get("comment") or ""),
-        session=session,
-        origin=row.origin,
-    )
+    return {"prompt": tuple(prompt), "completion": completion}
 
 
 def _last_message(run: str, thread: list[Columns]) -> Columns:

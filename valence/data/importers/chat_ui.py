@@ -12,7 +12,7 @@ from typing import Any
 
 from valence.data.importers.exports import export_rows, votes_or_skipped
 from valence.data.importers.fields import decode_json, objects_at, timestamp
-from valence.data.importers.messages import assistant, turns_of
+from valence.data.importers.messages import assistant, turns_of, user_text
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.sources import Row
 from valence.data.values import as_number
@@ -24,7 +24,7 @@ CONTEXT_UPDATES = ("webSearch", "tool")
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-    """A vote for each message with a score."""
+    """A vote for each message with a score, and answers without one that a user message follows."""
     for row in export_rows(paths, "chat-ui", _is_row):
         if isinstance(row, Skipped):
             yield row
@@ -42,6 +42,8 @@ def _conversation(row: Row, options: ReadOptions) -> Iterator[Vote | Skipped]:
     messages = decode_json(row.value["messages"])
     session = content_id(str(row.value.get("created_at")), messages[:1])
     rated = [index for index, message in enumerate(messages) if as_number(message.get("score"))]
+    if options.includes_unlabelled:
+        rated += [i for i in range(len(messages)) if i not in rated and _follow_up(messages, i)]
     if not rated:
         yield Skipped("no_vote", row.origin)
     for index in rated:
@@ -68,16 +70,27 @@ def _vote(
     score = as_number(message.get("score"))
     yield Vote(
         source=SOURCE,
-        id=f"{session}/{index}",
+        id=f"{session}/{index}" if score else f"{session}/{index}/follow_up",
         updated_at=timestamp(row.value.get("updated_at")),
         prompt=turns_of(_opening(messages[:first])),
         completion=assistant(message.get("content"), keeps_reasoning=keeps),
         message=str(index),
         parent=str(first),
-        label=score is not None and score > 0,
+        label=score > 0 if score else None,
+        follow_up=_follow_up(messages, index),
         session=session,
         origin=row.origin,
     )
+
+
+def _follow_up(messages: list[Mapping[str, Any]], index: int) -> str:
+    """What the user wrote after an answer; "" if it is one of several, or if the user's message is:
+    their branches are not known.
+    """
+    roles = [message["from"] for message in messages]
+    is_only = roles[index] == "assistant" and "assistant" not in roles[index - 1 : index]
+    is_last = roles[index + 1 : index + 2] != ["user"] or roles[index + 2 : index + 3] == ["user"]
+    return user_text(messages[index + 1].get("content")) if is_only and not is_last else ""
 
 
 def _opening(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

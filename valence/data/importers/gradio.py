@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from valence.data.importers.exports import not_an_export
 from valence.data.importers.fields import decode_json, timestamp, undo_csv_protection, word_label
-from valence.data.importers.messages import assistant, check_prompt, merge_turns, text_of, turns_of
+from valence.data.importers.messages import (
+    assistant,
+    check_prompt,
+    follow_up,
+    merge_turns,
+    text_of,
+    turns_of,
+)
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.errors import UserError
 from valence.types import Message, Origin, content_id
@@ -91,9 +98,9 @@ def _event(
     if not isinstance(conversation, list) or len(position) not in (1, 2):
         raise UnusableVote("shape_unknown", f"conversation at index {cells[1]}")
     if all(isinstance(turn, Mapping) for turn in conversation):
-        prompt, completion = _from_messages(conversation, position[0], options)
+        prompt, completion, later = _from_messages(conversation, position[0], options)
     else:
-        prompt, completion = _from_pairs(conversation, position, options)
+        prompt, completion, later = _from_pairs(conversation, position, options)
     target = content_id([dict(turn) for turn in prompt], dict(completion), position)
     if not feedback:
         return target, time, Skipped("withdrawn", origin)
@@ -107,6 +114,7 @@ def _event(
         prompt=prompt,
         completion=completion,
         label=label,
+        follow_up=follow_up(later),
         origin=origin,
     )
     check_prompt(vote.prompt)
@@ -116,8 +124,8 @@ def _event(
 
 def _from_messages(
     messages: list[Mapping[str, Any]], index: int, options: ReadOptions
-) -> tuple[tuple[Message, ...], Message]:
-    """Prompt and completion at an index.
+) -> tuple[tuple[Message, ...], Message, Sequence[Mapping[str, Any]]]:
+    """Prompt and completion at an index, and the turns after it.
 
     The completion is all of the assistant's messages in a row, because the chat shows them with one
     pair of thumbs, and logs the index of the first.
@@ -141,7 +149,8 @@ def _from_messages(
     )
     texts = [text_of(message.get("content"), keeps_reasoning=keeps) for message in rated]
     prompt = merge_turns(turns_of(before))
-    return tuple(prompt), assistant("\n\n".join(texts), keeps_reasoning=keeps)
+    completion = assistant("\n\n".join(texts), keeps_reasoning=keeps)
+    return tuple(prompt), completion, messages[end:]
 
 
 def _is_thought(message: Mapping[str, Any]) -> bool:
@@ -152,8 +161,8 @@ def _is_thought(message: Mapping[str, Any]) -> bool:
 
 def _from_pairs(
     pairs: list[Any], position: list[int], options: ReadOptions
-) -> tuple[tuple[Message, ...], Message]:
-    """Prompt and completion where the conversation is a list of [user's, assistant's] texts."""
+) -> tuple[tuple[Message, ...], Message, Sequence[Mapping[str, Any]]]:
+    """Prompt, completion and later turns of a list of [user's, assistant's] texts."""
     row, side = position if len(position) == 2 else (position[0], 1)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise UnusableVote("shape_unknown", "conversation")
@@ -168,10 +177,10 @@ def _from_pairs(
         turns += [{"role": "assistant", "content": _cell(bot)}] if bot is not None else []
     if pairs[row][1] is None:
         raise UnusableVote("unfinished")
-    return (
-        turns_of(turns[:-1]),
-        assistant(turns[-1]["content"], keeps_reasoning=keeps),
-    )
+    completion = assistant(turns[-1]["content"], keeps_reasoning=keeps)
+    next_texts = [user for user, _ in pairs[row + 1 : row + 2] if isinstance(user, str)]
+    later = [{"role": "user", "content": text} for text in next_texts]
+    return turns_of(turns[:-1]), completion, later
 
 
 def _cell(content: object) -> str:

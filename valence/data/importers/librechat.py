@@ -16,7 +16,13 @@ from typing import Any
 
 from valence.data.importers.exports import Columns, export_rows, votes_or_skipped
 from valence.data.importers.fields import text_list, timestamp, word_label
-from valence.data.importers.messages import branch, completion_of, system_turn, turns_of
+from valence.data.importers.messages import (
+    branch,
+    completion_of,
+    follow_ups,
+    system_turn,
+    turns_of,
+)
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
 from valence.data.values import shown
 from valence.types import Message, Origin
@@ -29,9 +35,12 @@ AGENT_PARTS = ("agent_update",)
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-    """A vote for each message with feedback."""
+    """A vote for each message with feedback, then the answers without a vote that a user message
+    follows.
+    """
     conversations: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     rated: list[tuple[Origin, dict[str, Any]]] = []
+    unrated: list[tuple[Origin, dict[str, Any]]] = []
     systems: dict[str, object] = {}
     for row in export_rows(paths, "LibreChat", lambda row: "conversationId" in row):
         if isinstance(row, Skipped):
@@ -47,17 +56,28 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
         conversations[session][str(message["messageId"])] = message
         if message.get("feedback"):
             rated.append((row.origin, message))
-        elif _is_withdrawn(message, row.origin):
+        elif not message.get("isCreatedByUser"):
+            unrated.append((row.origin, message))
+        if not message.get("feedback") and _is_withdrawn(message, row.origin):
             yield Skipped(
                 "withdrawn",
                 row.origin,
                 vote_id=str(message["messageId"]),
                 updated_at=timestamp(message.get("updatedAt")),
             )
-    for origin, message in rated:
-        session = str(message["conversationId"])
-        votes = _vote(message, conversations[session], systems.get(session), options, origin)
-        yield from votes_or_skipped(votes, origin, str(message["messageId"]))
+    texts = {session: _follow_ups(messages) for session, messages in conversations.items()}
+    for origin, message in [*rated, *(unrated if options.includes_unlabelled else [])]:
+        session, name = str(message["conversationId"]), str(message["messageId"])
+        follow_up = texts[session].get(name, "")
+        if message.get("feedback") or follow_up:
+            system = systems.get(session)
+            votes = _vote(message, conversations[session], system, options, origin, follow_up)
+            yield from votes_or_skipped(votes, origin, name if message.get("feedback") else "")
+
+
+def _follow_ups(messages: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    questions = (item for item in messages.values() if item.get("isCreatedByUser"))
+    return follow_ups(questions, "parentMessageId", "createdAt", "updatedAt")
 
 
 def _is_withdrawn(message: Columns, origin: Origin) -> bool:
@@ -81,12 +101,13 @@ def _vote(
     system: object,
     options: ReadOptions,
     origin: Origin,
+    follow_up: str,
 ) -> Iterator[Vote]:
-    feedback = message["feedback"]
+    feedback = message.get("feedback") or {}
     if not isinstance(feedback, Mapping):
         feedback = {"rating": feedback}
     label = word_label(feedback.get("rating"), options.labels)
-    if label is None:
+    if label is None and feedback:
         raise UnusableVote("no_vote", shown(feedback.get("rating")))
     name = str(message["messageId"])
     if message.get("isCreatedByUser"):
@@ -100,7 +121,7 @@ def _vote(
     turns = [_turn(m) for m in path[:-1]]
     yield Vote(
         source=SOURCE,
-        id=name,
+        id=name if feedback else f"{name}/follow_up",
         updated_at=timestamp(message.get("updatedAt") or message.get("createdAt")),
         rater=str(message.get("user") or ""),
         prompt=(*system_turn(system), *turns_of(turns)),
@@ -110,6 +131,7 @@ def _vote(
         label=label,
         comment=str(feedback.get("text") or ""),
         tags=_tags(feedback),
+        follow_up=follow_up,
         model=str(message.get("model") or ""),
         session=str(message["conversationId"]),
         origin=origin,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from valence.data.importers.fields import decode_json, first_value, is_blank, is_json
+from valence.data.importers.fields import decode_json, first_value, is_blank, is_json, timestamp
 from valence.data.importers.records import SkipReason, UnusableVote
 from valence.data.values import ROLES, TEXT_PARTS, shown
 from valence.types import Message
@@ -184,6 +184,57 @@ def tools_of(value: object) -> tuple[Mapping[str, Any], ...]:
             function = {"name": tool["name"], "description": tool.get("description") or ""}
             tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     return tuple(tools)
+
+
+# Follow-ups
+
+
+def user_text(content: object) -> str:
+    """The text that a user wrote in a message, without images and files; "" when there is none."""
+    if isinstance(content, list):
+        content = [part for part in content if not _is_file(part)]
+    try:
+        return _parse_content(content).text.strip()
+    except UnusableVote:
+        return ""
+
+
+def _is_file(part: object) -> bool:
+    return isinstance(part, Mapping) and bool(FILE_PART.search(str(part.get("type") or "")))
+
+
+def follow_up(turns: Iterable[Mapping[str, Any]]) -> str:
+    """What the user wrote right after a completion; "" when there is nothing.
+
+    turns: after the completion, with their roles. Several turns of the user in a row are one
+    message. A turn of a system is passed over.
+    """
+    texts: list[str] = []
+    for turn in turns:
+        role = ROLES.get(str(turn.get("role")))
+        if role == "system":
+            continue
+        if role != "user":
+            break
+        texts.append(user_text(turn.get("content")))
+    return "\n\n".join(filter(None, texts))
+
+
+def follow_ups(
+    user_messages: Iterable[Mapping[str, Any]], parent_field: str, *time_fields: str
+) -> dict[str, str]:
+    """What the user wrote after each completion in a conversation's tree, by the id of its message.
+
+    user_messages: all messages of the user, with the text in ``content`` or ``text``. If there are
+    several after one completion, these are versions of one message, of which the last one counts.
+    """
+    by_time = sorted(user_messages, key=lambda item: timestamp(first_value(item, *time_fields)))
+    texts = {
+        str(message.get(parent_field) or ""): user_text(message.get("content"))
+        or user_text(message.get("text"))
+        for message in by_time
+    }
+    return {name: text for name, text in texts.items() if name and text}
 
 
 # Completions

@@ -15,6 +15,7 @@ from valence.data.importers.fields import object_at, objects_at, text_list, time
 from valence.data.importers.messages import (
     assistant,
     branch,
+    follow_ups,
     strip_reasoning,
     system_turn,
     text_of,
@@ -31,7 +32,9 @@ OUTPUT_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-    """The votes of feedback exports, then those of chat exports that are in none of the former."""
+    """The votes of feedback exports, then those of chat exports that are in none of the former, and
+    then answers without a vote that a user message follows, or that were edited.
+    """
     feedback: list[Row] = []
     chats: dict[str, _Chat] = {}
     origins: dict[str, Origin] = {}
@@ -45,10 +48,17 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
             chats[chat.id], origins[chat.id] = chat, row.origin
     ratings = [_rating_of_feedback(row, chats) for row in feedback]
     by_message: dict[tuple[str, str, str], _Rating] = {}
+    snapshots: dict[str, tuple[_Chat, Origin]] = {}
     for rating in sorted(ratings, key=lambda rating: rating.updated_at):
         by_message[rating.rater, rating.session, rating.message] = rating
+        if rating.chat is not None:
+            snapshots[rating.session] = rating.chat, rating.origin
+    newest = snapshots | {name: (chat, origins[name]) for name, chat in chats.items()}
+    texts = {name: _follow_ups(chat) for name, (chat, _) in newest.items()}
     for rating in ratings:
-        yield from votes_or_skipped(_votes(rating, by_message, options), rating.origin, rating.id)
+        follow_up = texts.get(rating.session, {}).get(rating.message, "")
+        votes = _votes(rating, by_message, options, follow_up)
+        yield from votes_or_skipped(votes, rating.origin, rating.id)
     rated = {(rating.session, rating.message) for rating in ratings}
     ids = {rating.id for rating in ratings}
     for chat in chats.values():
@@ -57,7 +67,30 @@ def read(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
             if isinstance(message.get("annotation"), Mapping) and name not in copies:
                 rating = _rating_of_annotation(message, chat, origins[chat.id])
                 if (rating.session, rating.message) not in rated and rating.id not in ids:
-                    yield from votes_or_skipped(_votes(rating, {}, options), rating.origin)
+                    votes = _votes(rating, {}, options, texts[chat.id].get(name, ""))
+                    yield from votes_or_skipped(votes, rating.origin)
+    if options.includes_unlabelled:
+        rated = {(rating.session, rating.message) for rating in ratings if rating.sign is not None}
+        yield from _unrated_votes(newest, rated, options)
+
+
+def _unrated_votes(
+    chats: Mapping[str, tuple[_Chat, Origin]], rated: set[tuple[str, str]], options: ReadOptions
+) -> Iterator[Vote | Skipped]:
+    """The edits of answers without a rating as corrections, or else the user's next messages."""
+    for session, (chat, origin) in chats.items():
+        copies, texts = _copies(chat.messages), _follow_ups(chat)
+        for name, message in chat.messages.items():
+            rating = as_number(object_at(message, "annotation").get("rating"))
+            is_rated = rating is not None or (session, name) in rated or name in copies
+            if message.get("role") == "assistant" and not is_rated:
+                votes = _unrated(session, chat, name, texts.get(name, ""), options, origin)
+                yield from votes_or_skipped(votes, origin)
+
+
+def _follow_ups(chat: _Chat) -> dict[str, str]:
+    questions = (item for item in chat.messages.values() if item.get("role") == "user")
+    return follow_ups(questions, "parentId", "timestamp")
 
 
 def _copies(messages: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -166,7 +199,10 @@ def _rating_of_annotation(message: Mapping[str, Any], chat: _Chat, origin: Origi
 
 
 def _votes(
-    rating: _Rating, by_message: Mapping[tuple[str, str, str], _Rating], options: ReadOptions
+    rating: _Rating,
+    by_message: Mapping[tuple[str, str, str], _Rating],
+    options: ReadOptions,
+    follow_up: str,
 ) -> Iterator[Vote]:
     sign = rating.sign
     if sign is None:
@@ -178,15 +214,7 @@ def _votes(
     text = _rated_text(rating, path[-1])
     rated = text.rated
     keeps = options.keeps_reasoning
-    if any(message.get("files") for message in path):
-        raise UnusableVote("image", "files")
-    if any(message.get("sources") or message.get("citations") for message in path):
-        raise UnusableVote("context", "sources")  # of a web search or of documents
-    earlier, completion = _answer(rated, keeps)
-    turns = [turn for message in path[:-1] for turn in _turns(message)]
-    prompt = turns_of([*turns, *earlier])
-    if not any(turn["role"] == "system" for turn in prompt):
-        prompt = (*system_turn(rating.chat.system), *prompt)
+    prompt, completion = _exchange(rating.chat, path, rated, keeps)
     details = object_at(rating.data, "details")
     fields: dict[str, Any] = {
         "source": SOURCE,
@@ -198,14 +226,17 @@ def _votes(
         "message": rating.message,
         "parent": str(rated.get("parentId") or ""),
         "comment": str(rating.data.get("comment") or ""),
-        "tags": (*text_list(rating.data.get("reason")), *text_list(rating.data.get("tags"))),
+        "tags": text_list(rating.data.get("reason")),
+        "topics": text_list(rating.data.get("tags")),  # of the chat, which a model writes
         "model": str(rating.data.get("model_id") or _model(rated)),
         "session": rating.session,
         "info": {} if details.get("rating") is None else {"rating": details["rating"]},
         "origin": rating.origin,
     }
     if sign and (text.is_certain or sign < 0):  # nobody edits an answer to dislike the result
-        yield Vote(**fields, label=sign > 0)
+        # the user may have read the edited text before going on
+        is_shown = text.edit is None or rated is not text.original
+        yield Vote(**fields, label=sign > 0, follow_up=follow_up if is_shown else "")
     if text.edit is not None:
         _, original = _answer(text.original, keeps)
         yield Vote(**{**fields, "completion": original}, correction=text.edit)
@@ -231,6 +262,49 @@ def _votes(
             )
     if not sign and not compared:
         raise UnusableVote("no_vote", "a draw without the other answers")
+
+
+def _exchange(
+    chat: _Chat, path: list[Mapping[str, Any]], answer: Mapping[str, Any], keeps_reasoning: bool
+) -> tuple[tuple[Message, ...], Message]:
+    """The prompt and the completion. path: the messages that lead to the answer, and itself."""
+    if any(message.get("files") for message in path):
+        raise UnusableVote("image", "files")
+    if any(message.get("sources") or message.get("citations") for message in path):
+        raise UnusableVote("context", "sources")  # of a web search or of documents
+    earlier, completion = _answer(answer, keeps_reasoning)
+    turns = [turn for message in path[:-1] for turn in _turns(message)]
+    prompt = turns_of([*turns, *earlier])
+    if not any(turn["role"] == "system" for turn in prompt):
+        prompt = (*system_turn(chat.system), *prompt)
+    return prompt, completion
+
+
+def _unrated(
+    session: str, chat: _Chat, name: str, follow_up: str, options: ReadOptions, origin: Origin
+) -> Iterator[Vote]:
+    message = chat.messages[name]
+    edit = _edit(message)
+    if edit is None and not follow_up:
+        return
+    original = message if edit is None else {**message, "content": message["originalContent"]}
+    path = branch(chat.messages, name, "parentId")
+    prompt, completion = _exchange(chat, path, original, options.keeps_reasoning)
+    yield Vote(
+        source=SOURCE,
+        id=f"{session}/{name}/{'follow_up' if edit is None else 'correction'}",
+        updated_at=timestamp(message.get("timestamp")),
+        rater=chat.user,
+        prompt=prompt,
+        completion=completion,
+        message=name,
+        parent=str(message.get("parentId") or ""),
+        correction=edit,
+        follow_up=follow_up if edit is None else "",
+        model=_model(message),
+        session=session,
+        origin=origin,
+    )
 
 
 @dataclass(frozen=True, slots=True)

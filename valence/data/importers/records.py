@@ -33,8 +33,10 @@ class Vote:
 
     label: thumbs up or down. score, scale: a number, and the ends of its scale. other, winner: the
     completion that it was compared with, and the result. correction: a better completion, written
-    by the rater. comment, tags: further words of the rater. model: that answered. session: id of
-    the conversation. info: other columns to keep.
+    by the rater. comment, tags: further words of the rater, and names of reasons. topics: tags that
+    are about the conversation and not about the completion. follow_up: the user's next message,
+    "" when there is none. model: that answered. session: id of the conversation. info: other
+    columns to keep.
 
     tokens: how the completion was sampled, if this is known: prompt_ids, completion_ids, logps
     (nats), temperature, top_p, vocabulary (digest of the tokenizer), and correction_ids.
@@ -61,6 +63,8 @@ class Vote:
     correction: str | None = None
     comment: str = ""
     tags: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    follow_up: str = ""
     model: str = ""
     session: str = ""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
@@ -75,13 +79,20 @@ class Vote:
         return any(verdict is not None for verdict in verdicts)
 
     @property
+    def is_follow_up(self) -> bool:
+        """Whether this is no vote, but the record of what the user wrote after a completion."""
+        return bool(self.follow_up) and not self.has_verdict
+
+    @property
     def key(self) -> str:
         """The same for all votes of one rater on one completion or comparison.
 
-        Of these, the last one counts. Votes of unknown raters are distinguished by their ids.
+        Of these, the last one counts. Votes of unknown raters are distinguished by their ids. A
+        follow-up replaces no vote.
         """
         rater = self.rater or f"vote {self.id}"
-        return content_id(self.source, rater, self.target)
+        kind = ["follow-up"] if self.is_follow_up else []
+        return content_id(self.source, rater, self.target, *kind)
 
     @property
     def target(self) -> str:
@@ -220,7 +231,8 @@ class ReadOptions:
     paths: where rows keep their parts, by part (prompt, completion, left, right, correction,
     label), as dotted paths. score_names: names of the scores that are feedback. labels: categories
     that mean thumbs up (True) or down (False). keeps_reasoning: leave blocks of reasoning in
-    completions.
+    completions. includes_unlabelled: also yield completions without a vote that a user message
+    follows, or that a user corrected.
     """
 
     paths: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -228,6 +240,7 @@ class ReadOptions:
     labels: Mapping[str, bool] = field(default_factory=dict[str, bool])
     includes_machine: bool = False
     keeps_reasoning: bool = False
+    includes_unlabelled: bool = False
 
 
 Reader = Callable[[list[str], ReadOptions], Iterator[Vote | Skipped]]

@@ -1,7 +1,8 @@
-"""From votes to rows that train: thumbs, scores, pairs and demonstrations."""
+"""From votes to rows that train: thumbs, scores, pairs, demonstrations, and unlabelled rows."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from valence.data.importers.records import Skipped, SkipReason, Vote
 from valence.errors import UserError
 from valence.types import Example, Kind, Message
 
-RowKind = Literal["thumbs", "scores", "pairs", "demonstrations"]
+RowKind = Literal["thumbs", "scores", "pairs", "demonstrations", "unlabelled"]
 Row = dict[str, Any]
 
 MAX_TURN_PAIRS = 64
@@ -30,6 +31,7 @@ KIND_OF: dict[RowKind, Kind] = {
     "scores": "scored",
     "pairs": "preference",
     "demonstrations": "demonstration",
+    "unlabelled": "feedback",
 }
 """The kind of rows that methods read, and the name of their format."""
 
@@ -57,11 +59,23 @@ class ImportedRows:
         """How many gave no row, by reason."""
         return Counter(item.reason for item in self.unused)
 
-    def add(self, kind: RowKind, row: Row, votes: Sequence[Vote], **info: Any) -> None:
+    def add(
+        self,
+        kind: RowKind,
+        row: Row,
+        votes: Sequence[Vote],
+        *,
+        comments: Sequence[Vote] = (),
+        **info: Any,
+    ) -> None:
         """Add a row that is made of these votes. One that no method could read is skipped.
 
-        info: further columns of the row's info.
+        comments: the votes whose words are the feedback of the row. info: further columns of the
+        row's info.
         """
+        if parts := feedback_parts(comments):
+            row = row | {"feedback": "\n\n".join(parts.values())}
+            info["feedback"] = parts
         row = row | {"info": _info(votes) | info}
         origin = votes[0].origin
         if not row["prompt"]:
@@ -77,6 +91,37 @@ class ImportedRows:
         self.examples[kind].append(example)
 
 
+def feedback_parts(votes: Iterable[Vote]) -> dict[str, str]:
+    """What people wrote about a completion: the comments on it, the reasons and tags in words, the
+    corrections, and the follow-up. Only the parts that there are, in this order.
+    """
+    votes = list(votes)
+    tags = [_in_words(tag) for vote in votes for tag in vote.tags]
+    reasons = dict.fromkeys(tag for tag in tags if tag.casefold() not in ("", "other"))
+    texts = {
+        "comment": [vote.comment for vote in votes],
+        "reasons": [", ".join(reasons)],
+        "correction": [vote.correction or "" for vote in votes if _differs(vote)],
+        "follow_up": [vote.follow_up for vote in votes],
+    }
+    parts = {
+        name: "\n\n".join(dict.fromkeys(filter(None, map(str.strip, values))))
+        for name, values in texts.items()
+    }
+    return {name: text for name, text in parts.items() if text}
+
+
+def _in_words(tag: str) -> str:
+    """A tag such as ``not_helpful`` as words."""
+    return " ".join(re.split(r"[\s_-]+", tag)).strip()
+
+
+def _differs(vote: Vote) -> bool:
+    """Whether a correction is not the completion itself."""
+    original = str(vote.completion.get("content") or "")
+    return (vote.correction or "").strip() != original.strip()
+
+
 def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
     """The last vote of each rater on each completion, in the order of their times.
 
@@ -90,8 +135,9 @@ def latest_votes(votes: Iterable[Vote]) -> list[Vote]:
     return sorted(latest.values(), key=lambda vote: vote.updated_at)
 
 
-def make_rows(votes: Sequence[Vote]) -> ImportedRows:
-    """Make rows of all votes.
+def make_rows(votes: Sequence[Vote], *, unlabelled: bool = False) -> ImportedRows:
+    """Make rows of all votes. unlabelled: also rows without a label or a score, of completions
+    that were corrected or that a user message follows.
 
     - Thumbs of several raters on one completion are one row: the majority's label, weighted by the
       size of the majority. Where there is none, the completion gives no row.
@@ -102,25 +148,31 @@ def make_rows(votes: Sequence[Vote]) -> ImportedRows:
     - Regenerated completions of one prompt, one liked and one disliked, give a pair as well; those
       of one rater first, and at most MAX_TURN_PAIRS per prompt.
     - A correction gives a demonstration, and a pair in which it is preferred to the completion.
+    - Rows of one completion that people have judged have their words as ``feedback``, in the order
+      of ``feedback_parts``, separated by blank lines; ``info.feedback`` has the parts.
     """
     result = ImportedRows()
     latest = latest_votes(votes)
     result.num_replaced = len(votes) - len(latest)
     groups: dict[str, list[Vote]] = defaultdict(list)
     for vote in latest:
-        groups[vote.target].append(vote)
+        if vote.has_verdict or vote.is_follow_up:
+            groups[vote.target].append(vote)
     siblings: dict[tuple[str, ...], list[tuple[bool, list[Vote]]]] = defaultdict(list)
     for group in groups.values():
         compared = [vote for vote in group if vote.winner is not None]
         if compared:
             _add_comparison(compared, result)
         rated = [vote for vote in group if vote.other is None and vote.label is not None]
-        label = _add_thumbs(rated, result) if rated else None
+        label = _add_thumbs(rated, group, result) if rated else None
         first = group[0]
         if label is not None and first.parent:
             siblings[first.source, first.session, first.parent].append((label, rated))
         if scored := [vote for vote in group if vote.other is None and vote.score is not None]:
-            _add_score(scored, result)
+            _add_score(scored, group, result)
+        is_labelled = label is not None or bool(scored)
+        if unlabelled and not compared and not is_labelled and feedback_parts(group):
+            _add_unlabelled(group, result)
         for vote in group:
             if vote.correction:
                 _add_correction(vote, vote.correction, result)
@@ -138,7 +190,7 @@ def import_votes(items: Iterable[Vote | Skipped]) -> ImportedRows:
             votes.append(item)
         else:
             skipped.append(item)
-    imported = make_rows(votes)
+    imported = make_rows(votes, unlabelled=any(vote.is_follow_up for vote in votes))
     imported.unused[:0] = skipped
     return imported
 
@@ -225,8 +277,11 @@ def _crossed(
             yield liked[up % len(liked)], disliked[down % len(disliked)]
 
 
-def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
-    """Add the row of a completion. Returns its label; None if its raters are divided."""
+def _add_thumbs(votes: list[Vote], group: list[Vote], result: ImportedRows) -> bool | None:
+    """Add the row of a completion. Returns its label; None if its raters are divided.
+
+    votes: thumbs. group: all votes on the completion.
+    """
     balance = sum(1 if vote.label else -1 for vote in votes)
     if balance == 0:
         result.unused += [Skipped("disagreement", vote.origin) for vote in votes]
@@ -236,14 +291,20 @@ def _add_thumbs(votes: list[Vote], result: ImportedRows) -> bool | None:
     row = _row(votes[0], {"completion": _rated(votes[0])}) | {"label": balance > 0}
     if abs(balance) != 1:
         row["weight"] = float(abs(balance))
-    result.add("thumbs", row, votes)
+    result.add("thumbs", row, votes, comments=group)
     return balance > 0
 
 
-def _add_score(votes: list[Vote], result: ImportedRows) -> None:
+def _add_score(votes: list[Vote], group: list[Vote], result: ImportedRows) -> None:
     scores = [vote.score for vote in votes if vote.score is not None]
     row = _row(votes[0], {"completion": _rated(votes[0])}) | {"score": fmean(scores)}
-    result.add("scores", row, votes)
+    result.add("scores", row, votes, comments=group)
+
+
+def _add_unlabelled(votes: list[Vote], result: ImportedRows) -> None:
+    votes = [vote for vote in votes if feedback_parts([vote])]
+    row = _row(votes[0], {"completion": _rated(votes[0])})
+    result.add("unlabelled", row, votes, comments=votes)
 
 
 def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
@@ -264,7 +325,8 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
         winners[winner] += 1
     if winners["both_bad"] > len(votes) / 2:
         for side in (this, other):
-            result.add("thumbs", _row(first, {"completion": side}) | {"label": False}, votes)
+            row = _row(first, {"completion": side}) | {"label": False}
+            result.add("thumbs", row, votes, comments=votes)
         return
     num_votes = winners["this"] + winners["other"] + winners["tie"]
     share = (winners["this"] + winners["tie"] / 2) / num_votes
@@ -285,7 +347,7 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
 def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
     better: Message = {"role": "assistant", "content": correction}
     result.add("demonstrations", _row(vote, {"completion": (better, {})}), [vote])
-    if correction.strip() != str(vote.completion.get("content") or "").strip():
+    if _differs(vote):
         ids = vote.tokens.get("correction_ids")
         tokens = {**vote.tokens, "completion_ids": ids} if ids else {}
         sides = {"chosen": (better, tokens), "rejected": _rated(vote)}
@@ -339,7 +401,7 @@ def _info(votes: Sequence[Vote]) -> dict[str, Any]:
         "raters": [vote.rater_hash for vote in votes],
         "model": [name for vote in votes for name in (vote.model, vote.other_model)],
         "comment": [vote.comment for vote in votes],
-        "tags": [tag for vote in votes for tag in vote.tags],
+        "tags": [tag for vote in votes for tag in (*vote.tags, *vote.topics)],
     }
     for name, values in unique.items():
         distinct = list(dict.fromkeys(value for value in values if value))

@@ -66,7 +66,7 @@ def _plugin(name: str, path: str) -> FeedbackSource:
         module=path,
         description=f"{name}: votes, read by the plugin {path}",
         files="see the documentation of the plugin",
-        options=f"{OF_PARTS} {OF_TRACES}",
+        options=f"{OF_PARTS} {OF_TRACES} unlabelled",
     )
 
 
@@ -78,25 +78,27 @@ SOURCES: dict[str, FeedbackSource] = {
         is_pullable=True,
         lists_all_votes=True,
         columns=("data.rating meta.message_id", "snapshot data.rating"),
+        options="unlabelled",
     ),
     "librechat": FeedbackSource(
         module="librechat",
         description="LibreChat: thumbs",
         files="mongoexport of the collection messages (all of them), and of conversations",
         columns=("messageId conversationId isCreatedByUser",),
-        options="category",
+        options="category unlabelled",
     ),
     "chat_ui": FeedbackSource(
         module="chat_ui",
         description="Hugging Face chat-ui: thumbs",
         files="Parquet or JSON Lines of its admin export",
+        options="unlabelled",
     ),
     "chainlit": FeedbackSource(
         module="chainlit",
         description="Chainlit: thumbs",
         files="the tables feedbacks, steps and threads as JSON or CSV, or the SQLite file",
         columns=("forId threadId value",),
-        options="category",
+        options="category unlabelled",
     ),
     "gradio": FeedbackSource(
         module="gradio",
@@ -118,7 +120,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="scores, and the observations or traces that they belong to",
         is_pullable=True,
         columns=("traceId dataType source", "trace_id data_type source"),
-        options=OF_TRACES,
+        options=f"{OF_TRACES} unlabelled",
     ),
     "langsmith": FeedbackSource(
         module="langsmith",
@@ -126,7 +128,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="feedback and runs, as JSON or JSON Lines",
         is_pullable=True,
         columns=("run_id key feedback_source",),
-        options=OF_TRACES,
+        options=f"{OF_TRACES} unlabelled",
     ),
     "phoenix": FeedbackSource(
         module="phoenix",
@@ -164,7 +166,7 @@ SOURCES: dict[str, FeedbackSource] = {
         files="JSON, JSON_MIN, CSV or TSV export of a project",
         main="pairs",
         columns=("data annotations", "annotator annotation_id"),
-        options=f"{OF_PARTS} category",
+        options=f"{OF_PARTS} category unlabelled",
     ),
     "argilla": FeedbackSource(
         module="argilla",
@@ -172,7 +174,14 @@ SOURCES: dict[str, FeedbackSource] = {
         files="records as JSON, Parquet or CSV, flat if there are drafts",
         main="pairs",
         columns=("fields responses suggestions",),
-        options=f"{OF_PARTS} category include-machine",
+        options=f"{OF_PARTS} category include-machine unlabelled",
+    ),
+    "chats": FeedbackSource(
+        module="chats",
+        description="logs of chats: what users wrote after an answer",
+        files="JSON Lines with the messages of a conversation in each row",
+        main="unlabelled",
+        options="prompt",
     ),
 } | {name: _plugin(name, path) for name, path in plugin_paths("importers").items()}
 """By name as recipes write it; commands write hyphens. ``source_of`` also knows import paths."""
@@ -218,6 +227,7 @@ def _check_options(name: str, options: ReadOptions) -> None:
         "score-name": options.score_names,
         "category": options.labels,
         "include-machine": options.includes_machine,
+        "unlabelled": options.includes_unlabelled,
     }
     for option, value in values.items():
         if value and option not in source_of(name).options.split():
