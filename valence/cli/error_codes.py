@@ -63,8 +63,9 @@ def _calls_in(node: ast.AST, values: Assignments) -> Iterator[tuple[ast.Call, As
 def _assignments(function: ast.AST) -> Assignments:
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
             else:

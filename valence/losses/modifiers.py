@@ -96,12 +96,15 @@ def edits(tokens: Tokens, batch: MicroBatch, *, shared_weight: Share = 1.0) -> N
     shared_weight: weight of a token that both completions share; 1 changes nothing.
     """
     rows, owners = batch.cpu_scored
-    ids, counts = batch.cpu_tokens[rows], owners.bincount(minlength=batch.sequences)
-    order = owners.argsort(stable=True)  # by completion; those of a pair follow each other
-    completions = [tuple(part.tolist()) for part in ids[order].split(counts.tolist())]
+    order = owners.argsort(stable=True)
+    completions: list[list[int]] = [[] for _ in range(batch.sequences)]
+    ids: list[int] = batch.cpu_tokens[rows[order]].tolist()
+    indices: list[int] = owners[order].tolist()
+    for token_id, index in zip(ids, indices, strict=True):
+        completions[index].append(token_id)
     is_shared: list[bool] = []
-    for chosen, rejected in zip(completions[::2], completions[1::2], strict=True):
-        for marks in shared_tokens(chosen, rejected):
+    for s in range(0, batch.sequences, 2):  # both completions of a pair follow each other
+        for marks in shared_tokens(tuple(completions[s]), tuple(completions[s + 1])):
             is_shared += marks
     mask = torch.empty(len(order), dtype=torch.bool)
     mask[order] = torch.tensor(is_shared, dtype=torch.bool)
