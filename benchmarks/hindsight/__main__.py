@@ -17,7 +17,7 @@ else.
 Results are appended to a file, by their settings: the same command skips what it has. ``--set``
 changes the recipe of hindsight, for example ``--set teacher.weights=live``. ``--questions tuning``
 evaluates on 40 other questions, with which settings may be chosen. ``--quick``: signal and cost on
-few rows, and hindsight with one seed for few steps, without bars. Exit status: 0 all figures reach
+few rows, and hindsight with one seed, without bars. Exit status: 0 all figures reach
 their bars, 1 some do not.
 """
 
@@ -30,7 +30,9 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -66,7 +68,7 @@ BATCH_SIZE = 8
 MAX_NEW_TOKENS = 56
 NUM_SIGNAL, NUM_AGAIN = 48, 24
 """Answers whose signal is measured, and rejected ones that the teacher answers again."""
-QUICK_ROWS, QUICK_STEPS = 12, 3
+QUICK_ROWS = 16
 MAX_TIME, MAX_MEMORY = 1.6, 1.2
 """Bars of the cost: that of hindsight, relative to kto."""
 
@@ -215,6 +217,13 @@ def print_signal(record: Record) -> None:
             f"{'message: ' + message:24}{len(rows):>5}{_mean(rows, 'mean'):>+9.3f}"
             f"{_mean(rows, 'end'):>+9.2f}"
         )
+    before, after = record["again"]["before"], record["again"]["after"]
+    print(
+        f"rejected questions, answered again: accepted {before['accepted']:.2f} without the "
+        f"message, {after['accepted']:.2f} with it; words {before['words']:.0f}, "
+        f"{after['words']:.0f}",
+        flush=True,
+    )
 
 
 def _by(rows: Sequence[Record], key: str) -> dict[str, list[Record]]:
@@ -249,7 +258,7 @@ def recipe(
         },
         "run": {"dir": str(folder / "run"), "save_every": 100_000},
     }
-    if arm in ("hindsight", "shuffled"):
+    if arm not in ("kto", "sft"):
         for key, value in overrides.items():
             section, name = key.split(".")
             sections.setdefault(section, {})[name] = value
@@ -257,21 +266,19 @@ def recipe(
 
 
 def train(
-    arm: Arm, answers: Sequence[LoggedAnswer], model: Path, seed: int, epochs: float, overrides: Record,
-    asked: Sequence[str], held: Sequence[LoggedAnswer],
-) -> Record:  # fmt: skip
-    """Train on the answers, and evaluate. asked, held: see ``evaluate``."""
+    recipe_in: Callable[[Path], Record],
+    rows: Sequence[Record],
+    asked: Sequence[str],
+    held: Sequence[LoggedAnswer],
+) -> Record:
+    """Train on the rows, and evaluate. recipe_in: the recipe, for a folder with train.jsonl. asked,
+    held: see ``evaluate``.
+    """
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        rows = training_rows(arm, answers, seed)
-        (folder / "train.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
         start = time.monotonic()
-        valence.train(recipe(arm, model, folder, seed, epochs, overrides), quiet=True)
+        steps = steps_of(recipe_in(folder), rows, folder)
         seconds = time.monotonic() - start
-        lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-        steps = [step for step in map(json.loads, lines) if "loss" in step]
         after = evaluate(folder / "run" / "model", asked, held)
     keys = ("loss", "signal/mean", "signal/clipped", "entropy", "logps/token", "seconds", "memory")
     return {
@@ -279,6 +286,16 @@ def train(
         "seconds": seconds,
         "steps": [{key: step[key] for key in keys if key in step} for step in steps],
     } | after
+
+
+def steps_of(settings: Record, rows: Sequence[Record], folder: Path) -> list[Record]:
+    """Train on the rows. Return the log of each step."""
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    valence.train(settings, quiet=True)
+    lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [step for step in map(json.loads, lines) if "loss" in step]
 
 
 def evaluate(model: Path, asked: Sequence[str], held: Sequence[LoggedAnswer]) -> Record:
@@ -303,9 +320,8 @@ def margin(before: Record, after: Record) -> float:
 
 
 def print_training(before: Record, after: dict[Arm, list[Record]]) -> None:
-    print(
-        f"{'answers':12}{'seeds':>6}{'accepted':>10}{'words':>8}{'distinct':>10}{'margin':>9}  rejected"
-    )
+    header = f"{'answers':12}{'seeds':>6}{'accepted':>10}{'words':>8}{'distinct':>10}{'margin':>9}"
+    print(f"{header}  rejected")
     rows = [("before", [before]), *after.items()]
     for name, records in rows:
         rejected: Counter[str] = Counter()
@@ -320,11 +336,12 @@ def print_training(before: Record, after: dict[Arm, list[Record]]) -> None:
         )
 
 
-def difference(one: Sequence[Record], other: Sequence[Record]) -> tuple[float, float, float]:
-    """Mean difference in accepted answers, paired over seeds, and its 95 % interval."""
+def print_difference(label: str, one: Sequence[Record], other: Sequence[Record]) -> float:
+    """Print the mean difference in accepted answers, paired over seeds, and its 95 % interval."""
     values = [a["accepted"] - b["accepted"] for a, b in zip(one, other, strict=True)]
     low, high = student_interval(values) if len(values) > 1 else (math.nan, math.nan)
-    return fmean(values), low, high
+    print(f"{label}: {fmean(values):+.3f} [{low:+.3f}, {high:+.3f}]")
+    return fmean(values)
 
 
 # Cost
@@ -338,17 +355,12 @@ def cost(answers: Sequence[LoggedAnswer], model: Path, steps: int, turns: int) -
         for arm in ("hindsight", "kto") if turn % 2 == 0 else ("kto", "hindsight"):
             with TemporaryDirectory() as scratch:
                 folder = Path(scratch)
-                rows = training_rows(arm, answers, 0)
-                (folder / "train.jsonl").write_text(
-                    "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-                )
                 settings = recipe(arm, model, folder, 0, 1.0, {})
                 settings["train"] = settings["train"] | {"max_steps": steps + 1}
                 del settings["train"]["epochs"]
                 settings["reference"] = {"cache": "off"}
-                valence.train(settings, quiet=True)
-                lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-            measured = [step for step in map(json.loads, lines) if "loss" in step][1:]
+                rows = training_rows(arm, answers, 0)
+                measured = steps_of(settings, rows, folder)[1:]
             seconds[arm] += [step["seconds"] for step in measured]
             memory[arm].append(max(step["memory"] for step in measured))
     return {
@@ -369,6 +381,100 @@ def parse_overrides(texts: Sequence[str]) -> Record:
     return overrides
 
 
+Figures = list[tuple[str, bool]]
+"""A figure with its bar, and whether it reaches it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all measurements share."""
+
+    model: Path
+    results: Results
+    overrides: Record
+    answers: Sequence[LoggedAnswer]
+    quick: bool
+
+    @property
+    def context(self) -> TeacherContext:
+        return TeacherContext(template=self.overrides.get("teacher.template"))
+
+
+def look_at_signal(setup: Setup) -> None:
+    context, answers = setup.context, setup.answers
+    settings = {"look": "signal", "template": context.text("", None), "rows": len(answers)}
+    record = setup.results.get(settings)
+    if record is None:
+        model = Answerer(setup.model)
+        rejected = [answer for answer in answers if answer.kind != ACCEPTED]
+        record = setup.results.add(
+            settings,
+            signal(model, context, answers[:NUM_SIGNAL])
+            | {"again": answer_again(model, context, rejected[:NUM_AGAIN])},
+        )
+    print_signal(record)
+
+
+def look_at_training(
+    setup: Setup, arms: Sequence[Arm], seeds: Sequence[int], epochs: float, split: Split
+) -> Figures:
+    limit = QUICK_ROWS if setup.quick else None
+    asked, held = questions(split)[:limit], logged_answers(split, limit)
+    settings: Record = {"look": "before", "questions": split, "count": len(asked)}
+    before = setup.results.get(settings) or setup.results.add(
+        settings, evaluate(setup.model, asked, held)
+    )
+    after: dict[Arm, list[Record]] = {}
+    for seed in seeds:
+        for arm in arms:
+            is_hindsight = arm not in ("kto", "sft")
+            overrides = setup.overrides if is_hindsight else {}
+            settings = {
+                "look": arm, "seed": seed, "rows": len(setup.answers), "rate": RATES[arm],
+                "questions": split, "count": len(asked), "epochs": epochs,
+                "template": setup.context.text("{feedback}", None) if is_hindsight else None,
+                "overrides": overrides,
+            }  # fmt: skip
+            record = setup.results.get(settings)
+            if record is None:
+                recipe_of_seed = partial(
+                    recipe, arm, setup.model, seed=seed, epochs=epochs, overrides=overrides
+                )
+                rows = training_rows(arm, setup.answers, seed)
+                record = setup.results.add(settings, train(recipe_of_seed, rows, asked, held))
+            after.setdefault(arm, []).append(record)
+            print(
+                f"seed {seed} {arm:12} accepted {before['accepted']:.2f} -> "
+                f"{record['accepted']:.2f}, margin {margin(before, record):+.3f}, "
+                f"{record['seconds']:.0f} s",
+                flush=True,
+            )
+    print_training(before, after)
+    figures: Figures = []
+    for arm, records in after.items():
+        gain = print_difference(f"{arm} - before", records, [before] * len(records))
+        if arm == "hindsight":
+            figures.append((f"hindsight-before {gain:+.3f}>0", gain > 0))
+    for arm in ("shuffled", "kto", "sft"):
+        if "hindsight" in after and arm in after:
+            gain = print_difference(f"hindsight - {arm}", after["hindsight"], after[arm])
+            if arm == "shuffled":
+                figures.append((f"hindsight-shuffled {gain:+.3f}>0", gain > 0))
+    return [] if setup.quick else figures
+
+
+def look_at_cost(setup: Setup) -> Figures:
+    steps, turns = (2, 2) if setup.quick else (6, 4)
+    record = cost(setup.answers[:24], setup.model, steps, turns)
+    for arm, values in record.items():
+        print(f"{arm:12}{values['seconds']:>8.2f} s a step{values['memory']:>8.2f} GB")
+    figures: Figures = []
+    for key, bar in (("seconds", MAX_TIME), ("memory", MAX_MEMORY)):
+        ratio = record["hindsight"][key] / record["kto"][key]
+        figures.append((f"{key} {ratio:.2f}<={bar:g}", ratio <= bar))
+    return [] if setup.quick else figures
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hindsight", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rows, one seed, no bars")
@@ -384,91 +490,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("hindsight-results.jsonl"))
     options = parser.parse_args(arguments)
     disable_progress_bar()
-    model, results = assets.smollm2(), Results(options.out)
-    overrides = parse_overrides(options.set)
-    limit = QUICK_ROWS if options.quick else options.rows
-    answers = logged_answers("training", limit)
-    split: Split = options.questions
-    asked = questions(split)[: 12 if options.quick else None]
-    context = TeacherContext(template=overrides.get("teacher.template"))
-    figures: list[tuple[str, bool]] = []
-
+    quick: bool = options.quick
+    setup = Setup(
+        assets.smollm2(),
+        Results(options.out),
+        parse_overrides(options.set),
+        logged_answers("training", QUICK_ROWS if quick else options.rows),
+        quick,
+    )
+    figures: Figures = []
     if "signal" in options.look:
-        base = Answerer(model)
-        settings = {"look": "signal", "template": context.text("", None), "rows": limit}
-        record = results.get(settings)
-        if record is None:
-            rejected = [answer for answer in answers if answer.kind != ACCEPTED]
-            record = results.add(
-                settings,
-                signal(base, context, answers[:NUM_SIGNAL])
-                | {"again": answer_again(base, context, rejected[:NUM_AGAIN])},
-            )
-        print_signal(record)
-        again = record["again"]
-        print(
-            f"rejected questions, answered again: accepted {again['before']['accepted']:.2f} "
-            f"without the message, {again['after']['accepted']:.2f} with it; words "
-            f"{again['before']['words']:.0f}, {again['after']['words']:.0f}",
-            flush=True,
-        )
-
+        look_at_signal(setup)
     if "training" in options.look:
-        held = logged_answers(split, 12 if options.quick else None)
-        settings = {"look": "before", "questions": split, "count": len(asked)}
-        before = results.get(settings) or results.add(settings, evaluate(model, asked, held))
-        if options.quick:
-            overrides |= {"train.max_steps": QUICK_STEPS, "train.epochs": None}
-        after: dict[Arm, list[Record]] = {}
-        for seed in options.seeds[: 1 if options.quick else None]:
-            for arm in ("hindsight",) if options.quick else options.only:
-                is_hindsight = arm in ("hindsight", "shuffled")
-                settings = {
-                    "look": arm, "seed": seed, "rows": len(answers), "rate": RATES[arm],
-                    "questions": split, "count": len(asked), "epochs": options.epochs,
-                    "template": context.text("{feedback}", None) if is_hindsight else None,
-                    "overrides": overrides if is_hindsight else {},
-                }  # fmt: skip
-                record = results.get(settings) or results.add(
-                    settings,
-                    train(arm, answers, model, seed, options.epochs, overrides, asked, held),
-                )
-                after.setdefault(arm, []).append(record)
-                print(
-                    f"seed {seed} {arm:12} accepted {before['accepted']:.2f} -> "
-                    f"{record['accepted']:.2f}, margin {margin(before, record):+.3f}, "
-                    f"{record['seconds']:.0f} s",
-                    flush=True,
-                )
-        print_training(before, after)
-        gains = {
-            arm: difference(records, [before] * len(records)) for arm, records in after.items()
-        }
-        for arm, (gain, low, high) in gains.items():
-            print(f"{arm} - before: {gain:+.3f} [{low:+.3f}, {high:+.3f}]")
-        if "hindsight" in after and "shuffled" in after:
-            gain, low, high = difference(after["hindsight"], after["shuffled"])
-            print(f"hindsight - shuffled: {gain:+.3f} [{low:+.3f}, {high:+.3f}]")
-            figures.append((f"hindsight-shuffled {gain:+.3f}>0", gain > 0))
-        if "hindsight" in gains and not options.quick:
-            figures.append(
-                (f"hindsight-before {gains['hindsight'][0]:+.3f}>0", gains["hindsight"][0] > 0)
-            )
-
-    if "cost" in options.look:
-        steps, turns = (2, 2) if options.quick else (6, 4)
-        record = cost(answers[:24], model, steps, turns)
-        time_ratio, memory_ratio = (
-            record["hindsight"][key] / record["kto"][key] for key in ("seconds", "memory")
+        arms, seeds = (
+            (("hindsight",), options.seeds[:1]) if quick else (options.only, options.seeds)
         )
-        for arm, values in record.items():
-            print(f"{arm:12}{values['seconds']:>8.2f} s a step{values['memory']:>8.2f} GB")
-        if not options.quick:
-            figures.append((f"time {time_ratio:.2f}<={MAX_TIME:g}", time_ratio <= MAX_TIME))
-            figures.append(
-                (f"memory {memory_ratio:.2f}<={MAX_MEMORY:g}", memory_ratio <= MAX_MEMORY)
-            )
-
+        epochs = 1.0 if quick else options.epochs
+        figures += look_at_training(setup, arms, seeds, epochs, options.questions)
+    if "cost" in options.look:
+        figures += look_at_cost(setup)
     print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
     return 0 if all(held for _, held in figures) else 1
 

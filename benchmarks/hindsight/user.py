@@ -83,7 +83,7 @@ def verdict(question: str, answer: str, *, is_finished: bool = True) -> str:
 
     is_finished: the model ended the answer before the token limit.
     """
-    words = re.findall(r"[a-z0-9'’]+", answer.lower())
+    words = re.findall(r"[a-z0-9'\u2019]+", answer.lower())
     threes = list(zip(words, words[1:], words[2:], strict=False))
     if "\n" in answer.strip() or re.match(r"\s*(\d+[.)]|[-*•])\s", answer):
         return "list"
