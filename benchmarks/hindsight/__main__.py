@@ -53,6 +53,7 @@ from benchmarks.hindsight.rows import (
     training_rows,
 )
 from benchmarks.hindsight.user import ACCEPTED, MESSAGES, verdict
+from benchmarks.step.memory import peak_above_idle
 from examples.demo import assets
 from valence.data.encode import Encoder
 from valence.data.hindsight import TeacherContext
@@ -348,7 +349,9 @@ def print_difference(label: str, one: Sequence[Record], other: Sequence[Record])
 
 
 def cost(answers: Sequence[LoggedAnswer], model: Path, steps: int, turns: int) -> Record:
-    """Median seconds and peak memory (GB) of a step, by method."""
+    """Median seconds of a step, and median peak memory of a run (GB, the model included), by
+    method.
+    """
     seconds: dict[str, list[float]] = {"hindsight": [], "kto": []}
     memory: dict[str, list[float]] = {"hindsight": [], "kto": []}
     for turn in range(turns):
@@ -360,11 +363,11 @@ def cost(answers: Sequence[LoggedAnswer], model: Path, steps: int, turns: int) -
                 del settings["train"]["epochs"]
                 settings["reference"] = {"cache": "off"}
                 rows = training_rows(arm, answers, 0)
-                measured = steps_of(settings, rows, folder)[1:]
-            seconds[arm] += [step["seconds"] for step in measured]
-            memory[arm].append(max(step["memory"] for step in measured))
+                log, peak = peak_above_idle(partial(steps_of, settings, rows, folder))
+            seconds[arm] += [step["seconds"] for step in log[1:]]
+            memory[arm].append(peak / 1e3)
     return {
-        arm: {"seconds": median(seconds[arm]), "memory": max(memory[arm])}
+        arm: {"seconds": median(seconds[arm]), "memory": median(memory[arm])}
         for arm in ("hindsight", "kto")
     }
 
