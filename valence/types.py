@@ -379,6 +379,14 @@ class MicroBatch:
         spans = [self.segments[k][:2] for k in self.path(self.leaves[sequence])]
         return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
 
+    def scored_tokens(self) -> list[tuple[int, ...]]:
+        """The tokens of each sequence that losses read, in order."""
+        tokens: list[list[int]] = [[] for _ in self.leaves]
+        rows, owners = self.cpu_scored[0], self.cpu_scored[1]
+        for token, owner in zip(self.cpu_tokens[rows].tolist(), owners.tolist(), strict=True):
+            tokens[owner].append(token)
+        return [tuple(sequence) for sequence in tokens]
+
     def part(self, *, requires_grad: bool) -> MicroBatch:
         """The same rows, but losses only read the sequences with (or without) gradient."""
         sequences = [

@@ -1,6 +1,6 @@
 """Write chats.jsonl: the answers of feedback.jsonl, each with the next message of a simulated user.
 
-    python -m examples.quickstart.make_chats
+python -m examples.quickstart.make_chats
 """
 
 from __future__ import annotations

@@ -95,19 +95,13 @@ def edits(tokens: Tokens, batch: MicroBatch, *, shared_weight: Share = 1.0) -> N
 
     shared_weight: weight of a token that both completions share; 1 changes nothing.
     """
-    rows, owners = batch.cpu_scored
-    order = owners.argsort(stable=True)
-    completions: list[list[int]] = [[] for _ in range(batch.sequences)]
-    ids: list[int] = batch.cpu_tokens[rows[order]].tolist()
-    indices: list[int] = owners[order].tolist()
-    for token_id, index in zip(ids, indices, strict=True):
-        completions[index].append(token_id)
+    completions = batch.scored_tokens()
     is_shared: list[bool] = []
     for s in range(0, batch.sequences, 2):  # both completions of a pair follow each other
-        for marks in shared_tokens(tuple(completions[s]), tuple(completions[s + 1])):
+        for marks in shared_tokens(completions[s], completions[s + 1]):
             is_shared += marks
-    mask = torch.empty(len(order), dtype=torch.bool)
-    mask[order] = torch.tensor(is_shared, dtype=torch.bool)
+    mask = torch.empty(len(is_shared), dtype=torch.bool)
+    mask[batch.cpu_scored[1].argsort(stable=True)] = torch.tensor(is_shared, dtype=torch.bool)
     logp = tokens["logp_t"]
     weight = torch.ones_like(logp).masked_fill(mask.to(logp.device), shared_weight)
     return {
