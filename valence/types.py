@@ -381,11 +381,13 @@ class MicroBatch:
 
     def scored_tokens(self) -> list[tuple[int, ...]]:
         """The tokens of each sequence that losses read, in order."""
-        tokens: list[list[int]] = [[] for _ in self.leaves]
-        rows, owners = self.cpu_scored[0], self.cpu_scored[1]
-        for token, owner in zip(self.cpu_tokens[rows].tolist(), owners.tolist(), strict=True):
-            tokens[owner].append(token)
-        return [tuple(sequence) for sequence in tokens]
+        sequences: list[list[int]] = [[] for _ in self.leaves]
+        rows, owners = self.cpu_scored.numpy()
+        ids: list[int] = self.cpu_tokens.numpy()[rows].tolist()
+        indices: list[int] = owners.tolist()
+        for token_id, index in zip(ids, indices, strict=True):
+            sequences[index].append(token_id)
+        return [tuple(sequence) for sequence in sequences]
 
     def part(self, *, requires_grad: bool) -> MicroBatch:
         """The same rows, but losses only read the sequences with (or without) gradient."""
