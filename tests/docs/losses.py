@@ -100,7 +100,7 @@ Each loss lists the modifiers that it supports; all others are errors.
 
 You can combine modifiers. They apply in this order:
 
-1. @humanline and @ld_alpha clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
+1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.
 3. @nll_weight, @kl_weight and @value add a term to the loss.
 
