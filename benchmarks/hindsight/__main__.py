@@ -6,8 +6,9 @@ user writes a complaint or thanks in one of ten phrasings; one message in five i
 else.
 
 - signal: before any training, the signal log p_teacher - log p by kind of message, with the
-  message of the row and with that of another row. The teacher also answers rejected questions
-  again: how many answers does the rule accept then?
+  message of the row, with that of another row, and with the opposite one. If they are equal, the
+  model does not use the messages. The teacher also answers rejected questions again: how many
+  answers does the rule accept then?
 - training: the share of answers to 100 held-out questions (greedy) that the rule accepts, before
   and after training with hindsight, with hindsight on messages shuffled between rows, with kto on
   labels, and with sft on accepted answers. Same answers, same number of epochs. Differences are
@@ -29,7 +30,7 @@ import math
 import random
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,14 +53,14 @@ from benchmarks.hindsight.rows import (
     questions,
     training_rows,
 )
-from benchmarks.hindsight.user import ACCEPTED, MESSAGES, verdict
+from benchmarks.hindsight.user import ACCEPTED, MESSAGES, NEW_TOPIC, verdict
 from benchmarks.step.memory import peak_above_idle
 from examples.demo import assets
 from valence.data.encode import Encoder
 from valence.data.hindsight import TeacherContext
 from valence.models.build import load_tokenizer
 from valence.rollouts import HFGenerator, Sampling
-from valence.statistics import student_interval
+from valence.statistics import mean_interval, student_interval
 from valence.types import Chat, content_id
 
 EXPERIMENTS = ("signal", "training", "cost")
@@ -159,13 +160,21 @@ def judged(asked: Sequence[str], answers: Sequence[tuple[str, bool]]) -> Record:
 
 
 def signal(model: Answerer, context: TeacherContext, answers: Sequence[LoggedAnswer]) -> Record:
-    """The teacher's signal by kind of message, with the row's and with another row's message."""
+    """The teacher's signal for each row, with its message, with that of another row, and with the
+    opposite one: thanks for a rejected answer, a complaint about an accepted one.
+    """
     prompts = [user_turn(answer.question) for answer in answers]
     texts = [answer.answer for answer in answers]
     plain = model.logps(prompts, texts)
+    rng = random.Random(0)
+    opposites = ["too long" if answer.kind == ACCEPTED else ACCEPTED for answer in answers]
+    variants = {
+        "true": messages(answers, 0, shuffled=False),
+        "shuffled": messages(answers, 0, shuffled=True),
+        "opposite": [(rng.choice(MESSAGES[kind]), kind) for kind in opposites],
+    }
     record: Record = {}
-    for name, shuffled in (("true", False), ("shuffled", True)):
-        written = messages(answers, 0, shuffled=shuffled)
+    for name, written in variants.items():
         contexts = [
             context.prompt(prompt, text, None)
             for prompt, (text, _) in zip(prompts, written, strict=True)
@@ -205,19 +214,31 @@ def answer_again(
 
 
 def print_signal(record: Record) -> None:
-    print(f"{'signal (nats a token)':24}{'rows':>5}{'true':>9}{'end':>9}{'shuffled':>10}")
-    by_answer = {name: _by(record[name], "answer") for name in ("true", "shuffled")}
-    for answer, rows in by_answer["true"].items():
-        other = by_answer["shuffled"][answer]
-        print(
-            f"{'answer: ' + answer:24}{len(rows):>5}{_mean(rows, 'mean'):>+9.3f}"
-            f"{_mean(rows, 'end'):>+9.2f}{_mean(other, 'mean'):>+10.3f}"
-        )
-    for message, rows in _by(record["true"], "message").items():
-        print(
-            f"{'message: ' + message:24}{len(rows):>5}{_mean(rows, 'mean'):>+9.3f}"
-            f"{_mean(rows, 'end'):>+9.2f}"
-        )
+    """Print the mean signal by kind of answer and of message, and whether it depends on the
+    message.
+    """
+    print(f"{'signal (nats a token)':24}{'rows':>5}{'true':>9}{'shuffled':>10}{'opposite':>10}")
+    for key in ("answer", "message"):
+        kinds = [row[key] for row in record["true"]]
+        for kind in sorted(set(kinds)):
+            means = {
+                name: fmean(
+                    row["mean"] for row, own in zip(record[name], kinds, strict=True) if own == kind
+                )
+                for name in ("true", "shuffled", "opposite")
+            }
+            print(
+                f"{key + ': ' + kind:24}{kinds.count(kind):>5}{means['true']:>+9.3f}"
+                f"{means['shuffled']:>+10.3f}{means['opposite']:>+10.3f}"
+            )
+    for other in ("shuffled", "opposite"):
+        values = [
+            one["mean"] - two["mean"]
+            for one, two in zip(record["true"], record[other], strict=True)
+            if one["answer"] != ACCEPTED and NEW_TOPIC not in (one["message"], two["message"])
+        ]
+        low, high = mean_interval(values)
+        print(f"rejected answers, true - {other}: {fmean(values):+.3f} [{low:+.3f}, {high:+.3f}]")
     before, after = record["again"]["before"], record["again"]["after"]
     print(
         f"rejected questions, answered again: accepted {before['accepted']:.2f} without the "
@@ -225,13 +246,6 @@ def print_signal(record: Record) -> None:
         f"{after['words']:.0f}",
         flush=True,
     )
-
-
-def _by(rows: Sequence[Record], key: str) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for row in rows:
-        groups[row[key]].append(row)
-    return dict(sorted(groups.items()))
 
 
 def _mean(rows: Sequence[Record], key: str) -> float:
