@@ -112,6 +112,7 @@ run longer, or for speed.
 FIRST: dict[str, list[str]] = {
     "docs/compare.md": [f"valence train recipe.yaml {FEW}"],
     "docs/feedback/import.md": ["rm feedback.jsonl"],
+    "docs/train/hindsight.md": ["rm feedback.jsonl"],
     "docs/train/watch.md": [f"valence train recipe.yaml {FEW}"],
 }
 """By page: commands before it, which make what the page speaks of."""

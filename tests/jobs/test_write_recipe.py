@@ -90,6 +90,17 @@ def test_the_method_follows_from_the_rows(case: str) -> None:
     assert recipe.data.train[0].keys == {}
 
 
+def test_answers_with_complaints_are_not_imitated(place: Path) -> None:
+    rows = [
+        {"prompt": f"question {i}", "completion": f"answer {i}", "feedback": "too long"}
+        for i in range(NUM_PROMPTS)
+    ]
+    path = place / "feedback.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_recipe(DataFile(str(path)), place / "recipe.yaml")
+    assert load_recipe(place / "recipe.yaml").recipe.method == "hindsight"
+
+
 def test_scores_are_divided_where_the_halves_are_most_alike() -> None:
     """From 3 on there are as many too many as from 4 on there are too few: the stricter one."""
     assert written(SCORED).recipe.data.threshold == 4
@@ -186,7 +197,7 @@ def test_pairs_under_other_names_are_read(prompt: str, chosen: str, rejected: st
         ("Survey result", ("yes", "no"), "init-rating"),
         ("topic", ("bill", "parcel", "login"), "sft"),
         ("tokens", ("12", "480", "77"), "sft"),
-        ("feedback", ("too long", "fine", "polite"), "sft"),
+        ("feedback", ("too long", "fine", "polite"), "hindsight"),
         ("Ticket ID", None, "sft"),
     ],
 )

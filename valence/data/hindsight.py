@@ -16,14 +16,10 @@ from valence.types import Chat
 Context = Literal["feedback", "demonstration"]
 FIELD = "{feedback}"
 
-_REPLY = (
-    "After your answer to this message, the user {wrote}:\n\n{feedback}\n\n"
-    "Answer the message again, so that it is what the user wants."
-)
 TEMPLATES: dict[tuple[Context, bool | None], str] = {
-    ("feedback", None): _REPLY.replace("{wrote}", "wrote"),
-    ("feedback", True): _REPLY.replace("{wrote}", "rated it as good and wrote"),
-    ("feedback", False): _REPLY.replace("{wrote}", "rated it as bad and wrote"),
+    ("feedback", None): 'The user replied to an earlier answer: "{feedback}"',
+    ("feedback", True): 'The user liked an earlier answer and wrote: "{feedback}"',
+    ("feedback", False): 'The user did not like an earlier answer and wrote: "{feedback}"',
     ("demonstration", None): (
         "This is an example of a good answer to this message:\n\n{feedback}\n\n"
         "Answer the message in your own words."

@@ -363,11 +363,14 @@ def read_sources(
     return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
 
 
-def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
+def stream(
+    source: Source, *others: Source, kind: Kind | None = None
+) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
     """Each row of a file with the Example of whatever kind that it holds, or why it holds none,
     read when it is asked for.
 
-    others: further files of an export, see ``read_together``. Of the export of a feedback tool, the
+    others: further files of an export, see ``read_together``. kind: what the method reads, if it is
+    known. Of the export of a feedback tool, the
     rows that are made of its votes. Raises UserError where the file as a whole is at fault; when
     ``keys`` name a column of no row, at its end.
     """
@@ -376,7 +379,7 @@ def stream(source: Source, *others: Source) -> Iterator[tuple[Row | BadRow, Exam
             yield row, _weighted(example, source.weight)
         return
     head, rest = _head(_rows(source, source.limit), "skip")
-    layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
+    layout = _layout(source, [row.value for row in head if isinstance(row, Row)], kind)
     absent, present = set(source.keys.values()), set[str]()
     for row in chain(head, rest):
         if isinstance(row, Row) and layout.format:

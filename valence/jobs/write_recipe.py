@@ -147,7 +147,8 @@ def look_at(file: DataFile, kind: Kind | None = None) -> FileFacts:
     """
     examples: list[Example] = []
     bad: list[BadRow] = []
-    for _, example in stream(file):
+    has_feedback = kind in (None, "feedback") and _has_only_feedback(file)
+    for _, example in stream(file, kind="feedback" if has_feedback else None):
         if isinstance(example, BadRow):
             bad += [] if example.code in UNDECIDED else [example]
         else:
@@ -253,9 +254,18 @@ def _head(file: DataFile) -> list[dict[str, Any]]:
     return [row.value for row in rows if isinstance(row, Row)]
 
 
+def _has_only_feedback(file: DataFile) -> bool:
+    """Whether rows have feedback in words and no rating, so that not all answers are good."""
+    if file.format is not None:
+        return False
+    columns = {name for row in _head(file) for name, value in row.items() if value is not None}
+    return "feedback" in columns and columns.isdisjoint(("label", "score", "scores", "chosen"))
+
+
 def _kind(example: Example) -> Kind:
-    is_unlabelled = isinstance(example, Judgement) and example.label is None
-    return "scored" if is_unlabelled else KINDS[type(example)]
+    if isinstance(example, Judgement) and example.label is None:
+        return "feedback" if example.feedback else "scored"
+    return KINDS[type(example)]
 
 
 def _described(example: Example) -> str:
