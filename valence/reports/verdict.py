@@ -153,19 +153,20 @@ def _of_signals(after: Sequence[Json], before: Sequence[Json] | None, has_answer
     """The mean size of the signal of held-out rows. It decides nothing: a policy that agrees with
     its teacher may answer worse.
     """
-    sizes = [
-        mean(abs(signal) for row in rows if (signal := value(row)) is not None)
-        for rows in (before or after, after)
-    ]
-    change = "" if None in sizes else f"The mean size of their signal is {sizes[1]:.3g}"
-    if change and before is not None:
-        change += f", after {sizes[0]:.3g} before training"
+    size = _mean_size(after)
+    change = "" if size is None else f" The mean size of their signal is {size:.3g} nats per token"
+    if change and before is not None and (earlier := _mean_size(before)) is not None:
+        change += f", and was {earlier:.3g} in the first evaluation"
     return Verdict(
         "unmeasured",
         f"The {number(len(after))} held-out rows have feedback, which does not show whether new "
-        f"answers are better.{f' {change} (nats per token).' if change else ''}",
+        f"answers are better.{change}{'.' if change else ''}",
         f"{_next_step(after, has_answers)} A judge can compare both models: `valence compare`.",
     )
+
+
+def _mean_size(rows: Sequence[Json]) -> float | None:
+    return mean(abs(signal) for row in rows if (signal := value(row)) is not None)
 
 
 def _next_step(rows: Sequence[Json], has_answers: bool) -> str:
