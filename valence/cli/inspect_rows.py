@@ -111,7 +111,7 @@ def _load(selection: RowSelection) -> LoadedRecipe:
 
 def _find_row(
     source: LoadedRecipe, selection: RowSelection
-) -> tuple[Sequence[SourceSettings], Row | BadRow]:
+) -> tuple[Sequence[SourceSettings], Row | BadRow | Example]:
     """The files of the list, and the row. Raises UserError if there is no such row."""
     data, list_name, number = source.recipe.data, selection.list_name, selection.number
     files = data.files(list_name)

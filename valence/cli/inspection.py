@@ -55,7 +55,9 @@ def inspect(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print the tokens of each example as a JSON object on one line."
+            "--json",
+            help="Print the tokens of each example, with --signal also their signals, as a JSON "
+            "object on one line.",
         ),
     ] = False,
 ) -> None:
