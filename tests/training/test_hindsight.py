@@ -155,6 +155,30 @@ def test_the_test_of_the_feedback_runs_before_training_and_changes_nothing(tmp_p
     assert run.reference.misses == 0
 
 
+def test_the_signal_of_a_row_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
+    run = hindsight(tmp_path, train={"batch_size": 4, "micro_batch_tokens": 500})
+    [corpus] = run.prepared.corpora.values()
+    units = list(corpus.units)
+    signals = run.state.objective.token_signals(units)
+    rows = run.evaluate(name="train").rows
+    for unit, values, row in zip(units, signals, rows, strict=True):
+        assert len(values) == row["tokens"] == sum(unit.answers[0].mask)
+        assert sum(values) / len(values) == pytest.approx(row["reward"], abs=1e-5)
+    assert run.policy.training
+
+
+def test_a_collapse_in_training_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = hindsight(tmp_path, teacher={"weights": "live"})
+    for step in range(8):
+        record = {"step": step, "signal/mean": -0.1, "signal/size": 0.2, "entropy": 2.0}
+        run._warn_of_anomalies(record | {"logps/token": -1.0 - 0.2 * step})
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert shown.count("became much less likely") == 1
+    assert "teacher.weights: initial" in shown
+
+
 def test_feedback_that_all_rows_share_cannot_be_tested(tmp_path: Path) -> None:
     rows = [row | {"feedback": "no"} for row in ROWS]
     path = written(tmp_path / "same.jsonl", rows)

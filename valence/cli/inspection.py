@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from valence.cli.common import Overrides, RecipeArg, app, console
+from valence import completion
+from valence.cli.common import Overrides, Step, app, console
+from valence.errors import UserError
+from valence.terminal import json_line, write_line
 
 
 @app.command()
 def inspect(
-    recipe: RecipeArg,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN",
+            help="A recipe, or a run folder.",
+            autocompletion=completion.runs_or_recipes,
+        ),
+    ],
     overrides: Overrides = None,
     row: Annotated[
         int,
@@ -31,11 +42,41 @@ def inspect(
             "--list", help="List of files in the recipe: data.train, data.eval or data.test."
         ),
     ] = "train",
+    signal: Annotated[
+        bool,
+        typer.Option(
+            "--signal",
+            help="For hindsight: load the model, and colour each token of the answer by its "
+            "signal. Red: the teacher, which has read the feedback, finds it less likely. Green: "
+            "more likely.",
+        ),
+    ] = False,
+    step: Step = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the tokens of each example, with --signal also their signals, as a JSON "
+            "object on one line.",
+        ),
+    ] = False,
 ) -> None:
     """Show a row as it is read, its training examples, and their tokens with the trained tokens
     coloured. For a bad row, show why it cannot be used.
     """
-    from valence.cli.inspect_rows import show_stages
+    from valence.cli.inspect_rows import RowSelection, show_stages, tokens_as_json
 
-    for part in show_stages(recipe, overrides or [], list_name=list_name, number=row, stage=stage):
+    if step is not None and not signal:
+        raise UserError(
+            "only --signal loads a checkpoint",
+            code="option-unused",
+            where="--step",
+            fix="remove --step, or add --signal",
+        )
+    selection = RowSelection(target, overrides or [], list_name, row, step)
+    if as_json:
+        for example in tokens_as_json(selection, signal=signal):
+            write_line(json_line(example))
+        return
+    for part in show_stages(selection, stage=stage, signal=signal):
         console.print(part)

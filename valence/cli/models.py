@@ -90,7 +90,7 @@ def evaluate(
                 fix="add --data FILE, or set data.eval in the recipe",
             )
         evaluation = run.evaluate()
-    verdict = held_out_verdict(None, {"rows": evaluation.rows})
+    verdict = held_out_verdict(None, {"metrics": evaluation.metrics, "rows": evaluation.rows})
     if verdict.state != "unmeasured" or any(row.get("in_train") for row in evaluation.rows):
         print_message(console, verdict.sentence)
     table = Table("metric", "value", box=None, pad_edge=False)

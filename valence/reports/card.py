@@ -45,7 +45,8 @@ class CardFacts:
     settings: of the training, by dotted name. audit: of the training rows, as in ``audit.json``;
     its warnings become limitations. before, after: metrics on held-out rows at the first and at the
     last evaluation. verdict: on these, in words; empty if unknown. last: the last record of
-    training, from ``last_record``. license: from the card of the base model, under the hub's names
+    training, from ``last_record``. feedback_test: the tests of the feedback before training, as in
+    run.json. license: from the card of the base model, under the hub's names
     (``license_of``); empty if unknown. chat: prompts go through the chat template, with the
     variables ``chat_template_kwargs``. steps: optimizer steps. finished: False if the training was
     stopped early. reward_model: the model scores answers.
@@ -64,6 +65,7 @@ class CardFacts:
     after: Mapping[str, float] | None = None
     verdict: str = ""
     last: Mapping[str, object] = field(default_factory=dict[str, object])
+    feedback_test: Mapping[str, Any] = field(default_factory=dict[str, Any])
     license: Mapping[str, str] = field(default_factory=dict[str, str])
     command: str
     versions: Mapping[str, str]
@@ -174,6 +176,11 @@ def _limitations(facts: CardFacts) -> list[str]:
         lines.append(f"Training was stopped early, after {text(facts.steps)} optimizer steps.")
     if facts.after is None:
         lines.append("The model was not evaluated on held-out rows.")
+    lines += [
+        f"Before training: {test['sentence']}."
+        for test in facts.feedback_test.values()
+        if not test["is_used"]
+    ]
     return lines + [f"Training rows: {warning}" for warning in audit_warnings(facts.audit)]
 
 

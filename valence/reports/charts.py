@@ -151,17 +151,17 @@ def _strip_title(name: str, y: float, total: float, unit: str) -> Json:
     }
 
 
-def reward_histograms(first: Json, last: Json) -> dict[str, Json]:
+def reward_histograms(first: Json, last: Json, axis: str = "reward") -> dict[str, Json]:
     """Histograms of the rewards of two evaluations (which may be the same): by class, by length and
-    by source.
+    by source. axis: what the rewards are.
     """
     rows = {f"step {e['step']}": e["rows"] for e in (first, last) if not has_zero_rewards(e)}
     by_class = {step: rewards_by_class(evaluation) for step, evaluation in rows.items()}
-    figures = {"By class": histograms(by_class, "reward", "answers")}
+    figures = {"By class": histograms(by_class, axis, "answers")}
     for title, split in (("By length of the answer", by_length), ("By source", by_source)):
         for step, evaluation in rows.items():
             strips = split(evaluation)
-            chart = histograms(strips, "reward", "answers") if len(strips) > 1 else None
+            chart = histograms(strips, axis, "answers") if len(strips) > 1 else None
             figures[f"{title}, {step}" if len(rows) > 1 else title] = chart
     return {title: chart for title, chart in figures.items() if chart}
 
@@ -368,6 +368,11 @@ LEARNING = (
         "nats, summed over an answer",
     ),
     Chart("Log-probability per token", ("logps/token",), "nats"),
+    Chart(
+        "Signal of the feedback",
+        ("signal/mean", "signal/size"),
+        "log p of the teacher minus log p of the policy: mean, and mean size (nats per token)",
+    ),
     Chart("Entropy of the policy", ("entropy",), "nats per token"),
     Chart(
         "Load-balancing loss of the routers",

@@ -17,8 +17,10 @@ from valence.reports.formatting import number
 from valence.reports.rows import (
     Json,
     groups,
+    has_signals,
     is_pair,
     is_rollout,
+    is_weak,
     per_token,
     rewards_by_class,
     value,
@@ -44,7 +46,7 @@ class Advice:
     """Advice on a run that names only settings and methods that its rows and its method accept.
 
     method: name of the run's method. settings: of its loss section. length_setting: the setting
-    that decides its number of steps.
+    that decides its number of steps. teacher: ``teacher.weights``.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Advice:
         method: str = "",
         settings: Iterable[str] = (),
         length_setting: str = "train.epochs",
+        teacher: str = "",
     ) -> None:
         self.method, self.settings = method, frozenset(settings)
-        self.length_setting = length_setting
+        self.length_setting, self.teacher = length_setting, teacher
 
     @classmethod
     def of(cls, run: RunRecord) -> Advice:
@@ -62,7 +65,8 @@ class Advice:
         settings = loss if isinstance(loss, Mapping) else {}
         has_steps = _setting(run.config, "train", "max_steps") is not None
         length_setting = "train.max_steps" if has_steps else "train.epochs"
-        return cls(str(run.config.get("method") or ""), settings, length_setting)
+        teacher = str(_setting(run.config, "teacher", "weights") or "")
+        return cls(str(run.config.get("method") or ""), settings, length_setting, teacher)
 
     def raising(self, *names: str) -> list[str]:
         """``["raise loss.A or loss.B"]`` with the settings that the method has; empty if none."""
@@ -81,6 +85,11 @@ class Advice:
         return self.raising("kl_weight", "kl_beta") or self.raising("beta")
 
     @property
+    def against_moving_teacher(self) -> list[str]:
+        """What keeps the teacher from following the policy."""
+        return ["set teacher.weights: initial"] if self.teacher in ("live", "ema") else []
+
+    @property
     def trains_policy_on_pairs(self) -> bool:
         """Whether other losses of pairs suit the rows and the model, which is no reward model."""
         return bool({"nll_weight", "beta"} & self.settings) and not self.method.startswith("online")
@@ -93,7 +102,7 @@ def _sentence(*choices: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-# Online runs
+# Runs that may collapse: online, or with the policy as its own teacher
 
 THRESHOLDS: dict[str, float] = {
     # Nats per completion, and per token: both must be reached. At 10 nats the reference samples
@@ -123,15 +132,31 @@ THRESHOLDS: dict[str, float] = {
     "rounds": 3,
     # Optimizer steps in a row without a gradient. With hard prompts a few tied rounds are normal.
     "zero_gradient_steps": 5,
+    # Nats per token by which completions with feedback have become less likely, and how often that
+    # is what the teacher asked for at the start. Complaints make completions less likely on
+    # purpose, by the signal. At 0.25 a completion of 50 tokens is 270,000 times rarer.
+    "less likely": 0.25,
+    "less likely/signal": 2.0,
+    # Growth of the mean absolute signal. It shrinks while the policy learns from a fixed teacher.
+    "growing signal": 2.0,
+    # Share of the entropy at the start. At a half, the policy has as many choices for two tokens
+    # as it had for one.
+    "low entropy": 0.5,
 }
+
+MEASURED_ROWS = (("eval/", "held-out completions", 1), ("", "training completions", 3))
+"""Prefix of metrics, their completions, and the number of records that show a change: held-out rows
+are the same in each.
+"""
 
 
 _MORE_SIGNAL = ("sample more (rollout.num_rollouts)", "raise rollout.temperature")
 
 
 class CollapseDetector:
-    """Finds collapsed online runs in their records, one after the other. Its state is plain data,
-    so that a resumed run has the same diagnoses as an undisturbed one.
+    """Finds collapsed runs in their records, one after the other: online runs, and runs with a
+    teacher. Its state is plain data, so that a resumed run has the same diagnoses as an undisturbed
+    one.
 
     advice: for the method of the run.
     """
@@ -149,20 +174,36 @@ class CollapseDetector:
         """The lowest and the highest reward so far, once there is one."""
         self.last_gradient = 0
         """The last step that had a gradient."""
+        self.first: dict[str, list[float]] = {}
+        """By metric: its first values."""
 
     def observe(self, record: Mapping[str, Any]) -> list[Diagnosis]:
         """The diagnoses that this record shows for the first time."""
         checks = [self._zero_gradient]
+        if has_teacher(record):
+            checks = [self._less_likely, self._growing_signal, self._low_entropy]
         if "rollout/length" in record:
             checks = [self._high_kl, self._saturated, self._repetitive, *checks]
         return [diagnosis for check in checks for diagnosis in check(record)]
 
-    def _is_new(self, name: str, shows: bool) -> bool:
+    def _is_new(self, name: str, shows: bool, rounds: float = THRESHOLDS["rounds"]) -> bool:
         """Whether several rounds in a row show a diagnosis that has not been shown yet."""
         self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if shows else 0
         if not shows and name != "high kl":
             self.shown.pop(name, None)
-        return self.in_a_row[name] >= THRESHOLDS["rounds"] and name not in self.shown
+        return self.in_a_row[name] >= rounds and name not in self.shown
+
+    def _start(self, record: Mapping[str, Any], name: str, count: int) -> float | None:
+        """The mean of the first ``count`` values of a metric; None if this record has no later
+        one.
+        """
+        now, first = record.get(name), self.first.setdefault(name, [])
+        if not finite(now):
+            return None
+        if len(first) < count:
+            first.append(now)
+            return None
+        return mean(first)
 
     def _high_kl(self, record: Mapping[str, Any]) -> Iterator[Diagnosis]:
         kl, length = record.get(name_of_kl(record)), record["rollout/length"]
@@ -253,6 +294,67 @@ class CollapseDetector:
                 is_urgent=True,
             )
 
+    def _less_likely(self, record: Mapping[str, Any]) -> Iterator[Diagnosis]:
+        for prefix, completions, count in MEASURED_ROWS:
+            start = self._start(record, f"{prefix}logps/token", count)
+            signal = self._start(record, f"{prefix}signal/mean", count)
+            if start is None or signal is None:
+                continue
+            now = record[f"{prefix}logps/token"]
+            limit = max(THRESHOLDS["less likely"], THRESHOLDS["less likely/signal"] * -signal)
+            name = f"{completions} less likely"
+            if self._is_new(name, start - now >= limit, count):
+                self.shown[name] = now
+                yield Diagnosis(
+                    name,
+                    f"{completions[0].upper()}{completions[1:]} became much less likely: "
+                    f"{number(start)} nats per token at the start, {number(now)} now. The signal "
+                    f"asked for a change of {number(signal)}.",
+                    "Read sampled answers: is the text still coherent? "
+                    + _sentence(
+                        "lower train.learning_rate",
+                        *self._advice.against_moving_teacher,
+                        "take an earlier checkpoint",
+                    ),
+                    is_urgent=True,
+                )
+
+    def _growing_signal(self, record: Mapping[str, Any]) -> Iterator[Diagnosis]:
+        for prefix, completions, count in MEASURED_ROWS:
+            start = self._start(record, f"{prefix}signal/size", count)
+            if start is None:
+                continue
+            now, name = record[f"{prefix}signal/size"], f"growing signal of {completions}"
+            if self._is_new(name, now >= THRESHOLDS["growing signal"] * start > 0, count):
+                self.shown[name] = now
+                yield Diagnosis(
+                    name,
+                    f"The signal of {completions} grows instead of shrinking: its mean size was "
+                    f"{number(start)} nats per token at the start, and is {number(now)} now.",
+                    "The policy moves away from its teacher. "
+                    + _sentence("lower train.learning_rate", *self._advice.against_moving_teacher),
+                )
+
+    def _low_entropy(self, record: Mapping[str, Any]) -> Iterator[Diagnosis]:
+        start = self._start(record, "entropy", int(THRESHOLDS["rounds"]))
+        if start is None:
+            return
+        now = record["entropy"]
+        if self._is_new("low entropy", now <= THRESHOLDS["low entropy"] * start):
+            self.shown["low entropy"] = now
+            yield Diagnosis(
+                "low entropy",
+                f"The entropy of the policy fell from {number(start)} to {number(now)} nats per "
+                "token.",
+                "Read sampled answers: are they short, or all alike? "
+                + _sentence(
+                    "lower train.learning_rate",
+                    *self._advice.against_moving_teacher,
+                    "take an earlier checkpoint",
+                ),
+                is_urgent=True,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return copy.deepcopy(state)
@@ -274,12 +376,18 @@ def _is_online(record: Mapping[str, Any]) -> bool:
     return "rollout/length" in record or "reward/mean" in record
 
 
-def diagnose_online(
+def has_teacher(record: Mapping[str, Any]) -> bool:
+    """Whether a record has the signal of a teacher, of training or of held-out rows."""
+    return "signal/mean" in record or "eval/signal/mean" in record
+
+
+def diagnose_collapse(
     records: Sequence[Mapping[str, Any]], advice: Advice | None = None
 ) -> list[Diagnosis]:
     """The diagnoses of ``CollapseDetector`` for a log, each as it was shown last."""
     detector, diagnoses = CollapseDetector(advice), dict[str, Diagnosis]()
-    for record in records if any(map(_is_online, records)) else ():
+    is_watched = any(_is_online(record) or has_teacher(record) for record in records)
+    for record in records if is_watched else ():
         diagnoses |= {diagnosis.name: diagnosis for diagnosis in detector.observe(record)}
     return list(diagnoses.values())
 
@@ -305,6 +413,14 @@ LENGTH_GROWTH = 1.25
 """Completions to the same prompts that are a quarter longer have grown by more than sampling
 noise.
 """
+
+LENGTH_DRIFT, MIN_SAMPLES = 1.5, 4
+"""Ratio of the mean lengths of sampled answers before and after training, and the number of answers
+below which it is noise.
+"""
+
+MOST = 0.5
+"""Share of rows with a weak signal at which most of the feedback teaches nothing."""
 
 RARER = 0.1
 """Nats per token by which preferred answers may become less likely: an answer of 50 tokens is then
@@ -355,7 +471,12 @@ is lost.
 MIN_RECORDS = 10
 """Records of the log below which it shows no course over time."""
 
-INCLUDES = {"high kl": "divergence", "saturated reward": "tied", "no gradient": "tied"}
+INCLUDES = {
+    "high kl": "divergence",
+    "saturated reward": "tied",
+    "no gradient": "tied",
+    "held-out completions less likely": "rarer",
+}
 """By diagnosis of a collapsed run: the milder diagnosis that it includes."""
 
 
@@ -363,6 +484,8 @@ def diagnose(run: RunRecord) -> list[Diagnosis]:
     """The diagnoses of a run, most serious first; empty for a healthy run."""
     checks: tuple[Callable[[RunRecord], Iterable[Diagnosis]], ...] = (
         _not_finite,
+        _weak_signal,
+        _answers_change_length,
         _completions_follow_length,
         _rewards_follow_length,
         _preferred_become_rarer,
@@ -375,7 +498,7 @@ def diagnose(run: RunRecord) -> list[Diagnosis]:
         _overfits,
         _little_signal,
     )
-    collapsed = diagnose_online(run.metrics, Advice.of(run))
+    collapsed = diagnose_collapse(run.metrics, Advice.of(run))
     included = {INCLUDES[d.name] for d in collapsed if d.name in INCLUDES}
     return [*collapsed, *(d for check in checks for d in check(run) if d.name not in included)]
 
@@ -560,8 +683,8 @@ def _too_long(run: RunRecord) -> Iterable[Diagnosis]:
 
 def _overfits(run: RunRecord) -> Iterable[Diagnosis]:
     held_out, train = _course(run, "eval/loss"), _course(run, "loss")
-    if len(held_out) < 3 or len(train) < MIN_RECORDS:
-        return
+    if len(held_out) < 3 or len(train) < MIN_RECORDS or has_signals(run.last):
+        return  # the loss of a method with a teacher is no measure of progress
     (step, best), last = min(held_out, key=lambda point: point[1]), held_out[-1][1]
     nearest = sorted(train, key=lambda point: abs(point[0] - step))[: max(3, len(train) // 10)]
     train_loss = math.fsum(v for _, v in nearest) / len(nearest)
@@ -600,6 +723,50 @@ def _first_and_last(run: RunRecord) -> tuple[list[Json], list[Json]] | None:
     if run.first is None or run.last is None or run.first["step"] == run.last["step"]:
         return None
     return run.first["rows"], run.last["rows"]
+
+
+def _weak_signal(run: RunRecord) -> Iterable[Diagnosis]:
+    """The feedback of most rows said nothing before training. (A fixed teacher's signal is also
+    small after the policy has learned it.)
+    """
+    if run.first is None or run.first["step"] > 0 or not has_signals(run.first):
+        return
+    signals = [signal for row in run.first["rows"] if (signal := value(row)) is not None]
+    share = mean(map(is_weak, signals))
+    if share is not None and len(signals) >= MIN_ROWS and share >= MOST:
+        yield Diagnosis(
+            "weak signal",
+            f"The feedback of {share:.0%} of the held-out rows says almost nothing about the "
+            "completions to this model: their signal is near zero.",
+            "Read the rows under 'Feedback that says nothing'. Use a larger model or another "
+            "teacher.template, or remove follow-ups that change the topic.",
+        )
+
+
+def _answers_change_length(run: RunRecord) -> Iterable[Diagnosis]:
+    """Sampled answers of a run with a teacher become much longer or shorter."""
+    if not any(map(has_teacher, run.metrics)):
+        return
+    pairs = [
+        (sample["before"], sample["after"])
+        for sample in run.samples
+        if isinstance(sample.get("before"), str) and isinstance(sample.get("after"), str)
+    ]
+    if len(pairs) < MIN_SAMPLES:
+        return
+    before, after = (sum(map(len, answers)) / len(pairs) for answers in zip(*pairs, strict=True))
+    advice = Advice.of(run)
+    if before > 0 and not 1 / LENGTH_DRIFT < after / before < LENGTH_DRIFT:
+        yield Diagnosis(
+            "length drift",
+            f"Sampled answers had {number(before)} characters on average before training, and have "
+            f"{number(after)} after it.",
+            "Read the answers in the report: does the feedback ask for another length? "
+            + _sentence(
+                f"lower train.learning_rate or {advice.length_setting}",
+                *advice.against_moving_teacher,
+            ),
+        )
 
 
 def _completions_follow_length(run: RunRecord) -> Iterable[Diagnosis]:
@@ -642,7 +809,7 @@ def _rewards_follow_length(run: RunRecord) -> Iterable[Diagnosis]:
     up would gain and long thumbs down lose, and the two would cancel.)
     """
     rows = _first_and_last(run)
-    if not rows or any(map(is_rollout, rows[1])):
+    if not rows or any(map(is_rollout, rows[1])) or has_signals(run.last):
         return
     before = {row.get("id"): row for row in rows[0] if isinstance(row.get("id"), str)}
     correlations: list[float] = []
@@ -715,6 +882,8 @@ def _preferred_become_rarer(run: RunRecord) -> Iterable[Diagnosis]:
 def _one_class(run: RunRecord) -> Iterable[Diagnosis]:
     rows = _first_and_last(run)
     if not rows or any(map(is_rollout, rows[1])) or any(map(is_pair, rows[1])):
+        return
+    if has_signals(run.last):  # which are not relative to the start
         return
     before, after = (rewards_by_class(evaluation) for evaluation in rows)
     shifts: dict[str, float] = {}

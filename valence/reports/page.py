@@ -40,12 +40,16 @@ from valence.reports.formatting import (
 from valence.reports.rendering import Charts, plotly_js, render, render_page
 from valence.reports.rows import (
     SIDES,
+    WEAK_SIGNAL,
     Json,
+    has_signals,
     is_pair,
     is_rollout,
+    is_weak,
     moved,
     per_token,
     row_lists,
+    signal_lists,
     value,
 )
 from valence.reports.rows import verdict as label_of
@@ -78,6 +82,7 @@ HEADLINES = {
     "loss": "loss",
     "rewards/margins": "margin",
     "logps/token": "log-probability per token",
+    "signal/mean": "signal per token",
     "rollout/length": "tokens per answer",
     "kl": "KL divergence",
 }
@@ -127,6 +132,7 @@ def render_report(run: RunRecord) -> str:
         "Answers": answers,
         "Curves": _curves(run, charts),
         "Rewards": _rewards(run, charts),
+        "Feedback": _feedback(run, charts),
         "Held-out rows": _held_out_rows(run, budget),
         "Training rows": _training_rows(run, budget),
         "Data": _data(run.audit, charts),
@@ -165,6 +171,7 @@ def report_markdown(run: RunRecord) -> str:
         status=run.facts.get("status"),
         held_out=_results_markdown(run),
         test=_measured("test rows", run.test) if run.test else None,
+        feedback=_feedback(run, Charts()),
         warnings=[
             *run.problems,
             *run.audit_warnings,
@@ -335,7 +342,7 @@ def _curves(run: RunRecord, charts: Charts) -> dict[str, Any]:
 
 def _rewards(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
     """Distributions of the rewards, and their calibration."""
-    if run.first is None or run.last is None or not plotly_js():
+    if run.first is None or run.last is None or not plotly_js() or has_signals(run.last):
         return None
     evaluations = [run.first] if run.first is run.last else [run.first, run.last]
     figures = reward_histograms(run.first, run.last)
@@ -345,6 +352,47 @@ def _rewards(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
     untrained = [evaluation["step"] for evaluation in evaluations if equals_reference(evaluation)]
     places = charts.add(figures)
     return {"untrained_steps": untrained, "charts": places} if untrained or places else None
+
+
+def _feedback(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
+    """What the feedback of rows says: the test before training, and the signal of each row before
+    and after training, of held-out rows if there are any, else of training rows.
+    """
+    sentences = [
+        f"Before training: {test['sentence']}."
+        for test in run.facts.get("feedback_test", {}).values()
+        if isinstance(test, Mapping) and isinstance(test.get("sentence"), str)
+    ]
+    is_held_out = has_signals(run.last)
+    first, last = (run.first, run.last) if is_held_out else (run.trained, run.trained)
+    if first is None or last is None or not has_signals(last):
+        return {"sentences": sentences, "rows": [], "charts": []} if sentences else None
+    evaluations = [first] if first is last else [first, last]
+    columns = [_signal_facts(evaluation["rows"]) for evaluation in evaluations]
+    axis = "signal (nats per token)"
+    return {
+        "sentences": sentences,
+        "header": (
+            "held-out rows" if is_held_out else "training rows",
+            *(f"step {evaluation['step']}" for evaluation in evaluations),
+        ),
+        "rows": [(name, *(column.get(name, "") for column in columns)) for name in columns[-1]],
+        "charts": charts.add(reward_histograms(first, last, axis)) if plotly_js() else [],
+    }
+
+
+def _signal_facts(rows: Sequence[Json]) -> dict[str, str]:
+    """The distribution of the rows' signals in words and numbers."""
+    signals = [signal for row in rows if (signal := value(row)) is not None]
+    if not signals:
+        return {"rows": "0"}
+    return {
+        "rows": number(len(signals)),
+        "mean signal": _three_digits(math.fsum(signals) / len(signals)),
+        "smallest": _three_digits(min(signals)),
+        "largest": _three_digits(max(signals)),
+        f"below {WEAK_SIGNAL:g} in size": f"{sum(map(is_weak, signals)) / len(signals):.0%}",
+    }
 
 
 def _data(audit: Json, charts: Charts) -> list[dict[str, Any]]:
@@ -551,21 +599,37 @@ def _row_lists(
     """The lists of an evaluation. before: the first evaluation, if it is another one."""
     earlier_rows = before["rows"] if before else None
     earlier = {row["id"]: row for row in earlier_rows or () if isinstance(row.get("id"), str)}
+    is_signal = has_signals(evaluation)
+    choose_rows, reward_name = (signal_lists, "signal") if is_signal else (row_lists, "reward")
     return [
         {
             "title": group.title,
             "note": group.note,
             "rows": [
-                _row(row, score, earlier.get(str(row.get("id"))), group.title, budget, file)
+                _row(
+                    row,
+                    score,
+                    earlier.get(str(row.get("id"))),
+                    group.title,
+                    budget,
+                    file,
+                    reward_name,
+                )
                 for row, score in group.rows
             ],
         }
-        for group in row_lists(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
+        for group in choose_rows(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
     ]
 
 
 def _row(
-    row: Json, score: float, before: Json | None, title: str, budget: TextBudget, file: str
+    row: Json,
+    score: float,
+    before: Json | None,
+    title: str,
+    budget: TextBudget,
+    file: str,
+    reward_name: str,
 ) -> dict[str, Any]:
     """One row: closed its main numbers and the beginnings of its texts, open its texts."""
     answers = _answer_parts(row)
@@ -574,7 +638,7 @@ def _row(
     return {
         "value": ("+" if title == "Most moved" and score > 0 else "") + _three_digits(score),
         "label": None if label is None else "up" if label else "down",
-        "facts": _row_facts(row, before),
+        "facts": _row_facts(row, before, reward_name),
         "origin": origin,
         "file_and_line": origin.replace("\\", "/").rpartition("/")[2] or origin,
         "prompt": _ends_of(_text(row, "prompt"), MAX_QUESTION) if "prompt" in row else None,
@@ -597,7 +661,8 @@ def _answer_parts(row: Json) -> list[tuple[str, str, str]]:
     if is_pair(row):
         return [("chosen", "up", "chosen"), ("rejected", "down", "rejected")]
     if "completion" in row:
-        return [("completion", "", "")]
+        feedback = [("feedback", "none", "feedback")] if "feedback" in row else []
+        return [("completion", "", ""), *feedback]
     names = [name for name in row if name.startswith("completion_") and name[11:].isdecimal()]
     return [(name, "none", name[11:]) for name in names]
 
@@ -605,13 +670,14 @@ def _answer_parts(row: Json) -> list[tuple[str, str, str]]:
 def _part_numbers(row: Json, part: str) -> list[str]:
     """The numbers of one of several answers."""
     side = f"_{part}" if part in SIDES else part.removeprefix("completion")
-    return _row_numbers(row, side) if part not in ("prompt", "completion") and side else []
+    is_answer = part not in ("prompt", "completion", "feedback")
+    return _row_numbers(row, side) if is_answer and side else []
 
 
-def _row_numbers(row: Json, side: str = "") -> list[str]:
+def _row_numbers(row: Json, side: str = "", reward_name: str = "reward") -> list[str]:
     numbers: list[str] = []
     if (reward := value(row, side)) is not None:
-        numbers.append(f"reward {_three_digits(reward)}")
+        numbers.append(f"{reward_name} {_three_digits(reward)}")
     if finite(tokens := row.get(f"tokens{side}")):
         numbers.append(f"{number(tokens)} tokens")
     if (logp := per_token(row, side)) is not None:
@@ -619,8 +685,8 @@ def _row_numbers(row: Json, side: str = "") -> list[str]:
     return numbers
 
 
-def _row_facts(row: Json, before: Json | None) -> list[str]:
-    facts = _row_numbers(row)
+def _row_facts(row: Json, before: Json | None, reward_name: str) -> list[str]:
+    facts = _row_numbers(row, reward_name=reward_name)
     if is_pair(row):
         rewards = ((name, value(row, f"_{name}")) for name in SIDES)
         facts = [f"{name} {_three_digits(r)}" for name, r in rewards if r is not None]

@@ -23,6 +23,10 @@ OUTER = (0.1, 0.9)
 """The quantiles of an evaluation's rows between which a band is drawn."""
 
 
+WEAK_SIGNAL = 0.02
+"""Nats per token: a completion of 50 tokens becomes at most 2.7 times as likely, or as unlikely."""
+
+
 def value(row: Json, side: str = "") -> float | None:
     """The reward of an answer, or the (mean) score of a reward model.
 
@@ -59,6 +63,18 @@ def is_pair(row: Json) -> bool:
 def is_rollout(row: Json) -> bool:
     """Whether the row has a completion that the policy sampled and a reward scored."""
     return "stop" in row
+
+
+def has_signals(evaluation: Json | None) -> bool:
+    """Whether the rewards of an evaluation are signals of a teacher: log p_teacher - log p (nats),
+    the mean over the tokens of a completion.
+    """
+    return evaluation is not None and "signal/mean" in evaluation.get("metrics", {})
+
+
+def is_weak(signal: float) -> bool:
+    """Whether a signal is so small that the feedback says nothing about the completion."""
+    return abs(signal) < WEAK_SIGNAL
 
 
 def several(row: Json) -> list[float]:
@@ -242,6 +258,44 @@ def row_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) 
         longest = _largest_first((r, r["tokens"]) for r in after if finite(r.get("tokens")))
         lists.append(RowList("Longest", "The most tokens.", longest[:limit]))
     return [group for group in lists if group.rows or group.note == NONE]
+
+
+def signal_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) -> list[RowList]:
+    """The rows with feedback that are worth reading, at most ``limit`` of each list, by their
+    signal in the earlier evaluation ``before``, if there is one.
+    """
+    earlier = {row.get("id"): value(row) for row in before or ()}
+    signals = _largest_first(
+        (row, signal)
+        for row in after
+        if (signal := earlier.get(row.get("id"), value(row))) is not None
+    )
+    when = " in the first evaluation" if before is not None else ""
+    weakest = sorted(signals, key=lambda scored: abs(scored[1]))
+    lists = [
+        RowList(
+            "Smallest signal",
+            f"Answers that the teacher finds least likely after their feedback (nats per token)"
+            f"{when}.",
+            [scored for scored in signals[::-1] if scored[1] < 0][:limit],
+        ),
+        RowList(
+            "Largest signal",
+            f"Answers that the teacher finds most likely after their feedback (nats per token)"
+            f"{when}.",
+            [scored for scored in signals if scored[1] > 0][:limit],
+        ),
+        RowList(
+            "Feedback that says nothing",
+            f"Rows whose signal is below {WEAK_SIGNAL:g} nats per token{when}: the feedback is "
+            "about something else, or the model cannot use it.",
+            [scored for scored in weakest if is_weak(scored[1])][:limit],
+        ),
+    ]
+    if before is not None:
+        note = "Rows with the largest change of their signal since the first evaluation."
+        lists.append(RowList("Most moved", note, moved(after, before)[:limit]))
+    return [group for group in lists if group.rows]
 
 
 def _kind(rows: Sequence[Json]) -> str:

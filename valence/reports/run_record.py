@@ -467,7 +467,13 @@ def _check_audit(value: Any) -> dict[str, Any]:
 
 def _check_facts(value: Any) -> dict[str, Any]:
     facts = _check_object(value)
-    kinds = {"changed": list, "warnings": list, "notes": list, "versions": dict}
+    kinds = {
+        "changed": list,
+        "warnings": list,
+        "notes": list,
+        "versions": dict,
+        "feedback_test": dict,
+    }
     if not all(isinstance(facts.get(name, kind()), kind) for name, kind in kinds.items()):
         raise ValueError("not the facts of a run")
     return facts

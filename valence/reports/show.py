@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
 _LONGEST_CHARACTER = 4  # tokens: one for each byte of UTF-8
+_WEAK, _STRONG = 0.05, 1.0
+"""Nats below which a token's signal has no colour, and from which it is bold."""
+_BAR_UNIT, _LONGEST_BAR = 0.25, 20
 _SIDES = ("chosen", "rejected")
 _BLANKS = str.maketrans({" ": "·", "\t": "→", "\n": "⏎\n"})
 
@@ -53,6 +57,8 @@ def show_example(example: Example) -> RenderableType:
         value = getattr(example, name)
         if name == "error" and not value:
             continue
+        if name == "feedback" and not value:
+            continue
         if isinstance(value, str | Chat | Ids):
             _add_content(table, name, value)
         elif name == "completions":
@@ -72,6 +78,10 @@ def show_encoded(encoded: TokenizedExample, tokenizer: PreTrainedTokenizerBase) 
     ]
     prompt = TokenizedCompletion(ids=encoded.prompt_ids, mask=encoded.prompt_mask)
     parts += _tokens("prompt", prompt, PROMPT, tokenizer)
+    if encoded.teacher_ids:
+        parts += _tokens(
+            "prompt of the teacher", _untrained(encoded.teacher_ids), PROMPT, tokenizer
+        )
     names = _SIDES if encoded.kind == "preference" else ("answer",)
     if encoded.kind == "ranking":
         names = tuple(f"answer {index}" for index in range(len(encoded.answers)))
@@ -86,6 +96,92 @@ def show_encoded(encoded: TokenizedExample, tokenizer: PreTrainedTokenizerBase) 
         "id": encoded.id,
     }
     return Group(*parts, _facts(facts))
+
+
+def show_signals(
+    encoded: TokenizedExample, signals: Sequence[float], tokenizer: PreTrainedTokenizerBase
+) -> RenderableType:
+    """The answer with each trained token coloured by its signal, and a table of the signals.
+
+    signals: log p_teacher - log p_policy of each trained token (nats).
+    """
+    [answer] = encoded.answers
+    text, table = Text(overflow="fold"), _table("signal", "", "token")
+    table.columns[0].justify = "right"
+    for piece in signal_pieces(answer, tokenizer, signals):
+        signal, words = piece["signal"], _plain(piece["text"]).plain.translate(_BLANKS)
+        words = words or f"<id {piece['ids'][0]}>"
+        text.append(words, PROMPT if signal is None else _signal_style(signal))
+        if signal is not None:
+            bar = ("+" if signal > 0 else "-") * min(_LONGEST_BAR, round(abs(signal) / _BAR_UNIT))
+            table.add_row(f"{signal:+.2f}", bar, Text(words.rstrip("\n"), _signal_style(signal)))
+    mean = f"mean {math.fsum(signals) / len(signals):+.3f} nats per token" if signals else "empty"
+    return Group(
+        _heading(f"signal of the feedback: {mean}", encoded.origin), _signal_legend(), text, table
+    )
+
+
+def signal_pieces(
+    answer: TokenizedCompletion, tokenizer: PreTrainedTokenizerBase, signals: Sequence[float] = ()
+) -> list[dict[str, Any]]:
+    """The tokens of an answer as plain data: ids, text, whether they are trained, and the sum of
+    their signals (None without).
+    """
+    values = iter(signals)
+    by_token = [next(values, None) if is_trained else None for is_trained in answer.mask]
+    pieces_of: list[dict[str, Any]] = []
+    for piece, words in pieces(answer, tokenizer):
+        known = [signal for signal in by_token[piece] if signal is not None]
+        pieces_of.append(
+            {
+                "ids": list(answer.ids[piece]),
+                "text": words,
+                "trained": answer.mask[piece.start],
+                "signal": math.fsum(known) if known else None,
+            }
+        )
+    return pieces_of
+
+
+def encoded_as_json(
+    encoded: TokenizedExample,
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    signals: Sequence[float] | None,
+) -> dict[str, Any]:
+    """What ``show_encoded`` and ``show_signals`` show, as plain data."""
+    teacher = _decode(encoded.teacher_ids, tokenizer) if encoded.teacher_ids else None
+    return {
+        "id": encoded.id,
+        "origin": str(encoded.origin),
+        "prompt": _decode(encoded.prompt_ids, tokenizer),
+        "teacher_prompt": teacher,
+        "feedback": getattr(example, "feedback", "") or None,
+        "signal": math.fsum(signals) / len(signals) if signals else None,
+        "answers": [signal_pieces(a, tokenizer, signals or ()) for a in encoded.answers],
+    }
+
+
+def _signal_style(signal: float) -> str:
+    if abs(signal) < _WEAK:
+        return PROMPT
+    colour = "green" if signal > 0 else "red"
+    return f"bold {colour}" if abs(signal) >= _STRONG else colour
+
+
+def _signal_legend() -> Text:
+    return Text.assemble(
+        "log p of the teacher minus log p of the policy, in nats:  ",
+        ("less likely", "red"),
+        "  ",
+        ("more likely", "green"),
+        f"  (bold from {_STRONG:g})  ",
+        (f"below {_WEAK:g}", PROMPT),
+    )
+
+
+def _untrained(ids: Sequence[int]) -> TokenizedCompletion:
+    return TokenizedCompletion(ids=tuple(ids), mask=(False,) * len(ids))
 
 
 def _plain(text: object) -> Text:

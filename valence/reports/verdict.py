@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from valence.reports.charts import equals_reference
 from valence.reports.diagnostics import main_warning
 from valence.reports.formatting import number
-from valence.reports.rows import is_pair, is_rollout, margin, per_token, value, verdict
+from valence.reports.rows import has_signals, is_pair, is_rollout, margin, per_token, value, verdict
 from valence.reports.run_record import FILES, RunRecord
 from valence.statistics import (
     MIN_CLASS_ROWS,
@@ -115,6 +115,8 @@ def held_out_verdict(
             "cannot show whether the model is better.",
             f"{HOLD_OUT} {_next_step(last['rows'], has_answers)}",
         )
+    if has_signals(last):
+        return _of_signals(after, before, has_answers)
     verdict = _verdict_on(after, before, has_answers)
     if not num_trained:
         return verdict
@@ -145,6 +147,26 @@ def _verdict_on(after: Sequence[Json], before: Sequence[Json] | None, has_answer
         f"The {number(len(after))} held-out rows are too few, or of a kind without a metric.",
         "Hold out at least 50 rows.",
     )
+
+
+def _of_signals(after: Sequence[Json], before: Sequence[Json] | None, has_answers: bool) -> Verdict:
+    """The mean size of the signal of held-out rows. It decides nothing: a policy that agrees with
+    its teacher may answer worse.
+    """
+    size = _mean_size(after)
+    change = "" if size is None else f" The mean size of their signal is {size:.3g} nats per token"
+    if change and before is not None and (earlier := _mean_size(before)) is not None:
+        change += f", and was {earlier:.3g} in the first evaluation"
+    return Verdict(
+        "unmeasured",
+        f"The {number(len(after))} held-out rows have feedback, which does not show whether new "
+        f"answers are better.{change}{'.' if change else ''}",
+        f"{_next_step(after, has_answers)} A judge can compare both models: `valence compare`.",
+    )
+
+
+def _mean_size(rows: Sequence[Json]) -> float | None:
+    return mean(abs(signal) for row in rows if (signal := value(row)) is not None)
 
 
 def _next_step(rows: Sequence[Json], has_answers: bool) -> str:

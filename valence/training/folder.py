@@ -324,7 +324,7 @@ def _readable(
         lines.append(f"{row['origin']}  {numbers}")
         lines += [
             f"  {name}: {row[name]}"
-            for name in ("prompt", "completion", "chosen", "rejected")
+            for name in ("prompt", "completion", "feedback", "chosen", "rejected")
             if name in row
         ]
     return [*lines, ""]

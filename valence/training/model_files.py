@@ -132,6 +132,7 @@ class ModelWriter:
             after=state.evaluations[steps[-1]] if steps else None,
             verdict=self._verdict(),
             last=last_record(self.log, state.step) if self.log else {},
+            feedback_test=self.facts.get("feedback_test", {}),
             license={} if self.world.rank else license_of(recipe.model.name),
             command=str(self.facts.get("command", "")),
             versions=versions(),

@@ -49,7 +49,7 @@ def restore(
     def check_recipe(source: LoadedRecipe) -> None:
         if any(source.recipe.data.files(name) for name in LISTS):
             require_loss(run_dir, source.recipe)
-            _refuse_formats(source)
+            refuse_formats(source)
         if rewards and not trust_reward:
             _refuse_rewards(run_dir, source.recipe)
 
@@ -74,7 +74,7 @@ def restore(
     return trainer
 
 
-def _refuse_formats(source: LoadedRecipe) -> None:
+def refuse_formats(source: LoadedRecipe) -> None:
     """Raise UserError for a row format that is code, and that only the folder's recipe names."""
     for name in LISTS:
         for number, file in enumerate(source.recipe.data.files(name)):

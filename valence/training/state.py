@@ -101,7 +101,9 @@ class TrainState:
         self.scheduler = make_scheduler(recipe, self.optimizer, self.total_steps, scheduler)
         self.window = MetricsWindow()
         self.anomalies = AnomalyDetector()
-        self.online_anomalies = CollapseDetector(Advice(recipe.method, recipe.loss))
+        self.collapse = CollapseDetector(
+            Advice(recipe.method, recipe.loss, teacher=recipe.teacher.weights)
+        )
         self.best = BestMetricTracker(recipe.run.keep_best)
         self.early_stop = BestMetricTracker(recipe.run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -188,7 +190,7 @@ class TrainState:
         registry.add("best", self.best)
         registry.add("early_stop", self.early_stop)
         registry.add("watch", self.anomalies)
-        registry.add("online_watch", self.online_anomalies)
+        registry.add("online_watch", self.collapse)
         registry.add("budget", self.budget)
         registry.add("log", self._log or StateFunctions(lambda: {"bytes": 0}, lambda _: None))
         registry.add("processes", StateFunctions(self._process_state, self._load_process_states))
@@ -242,8 +244,12 @@ class TrainState:
         self.load_progress(state)
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
-        """Load running statistics of the losses, counters and evaluations."""
+        """Load running statistics of the losses, a moving average of the weights, counters and
+        evaluations.
+        """
         self._load_shifts(state["shifts"])
+        if self.moving_teacher is not None and "teacher" in state:
+            self._load_teacher(state["teacher"])
         self.counters.load_state_dict(state["counters"])
         self.evaluations.update(state["evaluations"])
 

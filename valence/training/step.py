@@ -25,7 +25,7 @@ from valence.batching.micro_batches import (
     balance_across_ranks,
     round_robin,
 )
-from valence.distributed.process_group import Group
+from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, out_of_memory
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
@@ -417,6 +417,33 @@ class Objective:
             self.policy.train(trains)
         columns = {**batch.token_columns, "teacher": logp[batch.teacher_rows]}
         return replace(batch, token_columns=columns)
+
+    @torch.no_grad()
+    def token_signals(self, examples: Sequence[TokenizedExample]) -> list[list[float]]:
+        """Compute log p_teacher - log p_policy of each trained token (nats), by example and in the
+        order of its tokens.
+
+        All processes of the group call it.
+        """
+        policy, local_signals = self.policy.eval(), list[tuple[list[int], list[float]]]()
+        try:
+            rounds = self.rounds(self.divide(examples))
+            for batch, is_dummy in rounds:
+                with rounds.running():
+                    batch = self._with_teacher(batch, is_dummy=is_dummy)
+                    logps = policy(batch).logp[batch.scored]
+                if not is_dummy:
+                    units = batch.unit[batch.sequence_ids[batch.scored]]
+                    values = batch.token_columns["teacher"] - logps
+                    local_signals.append((units.tolist(), values.tolist()))
+        finally:
+            policy.train()
+        signals: list[list[float]] = [[] for _ in examples]
+        for batches in gather_objects(self.group, local_signals):
+            for units, values in batches:
+                for unit, value in zip(units, values, strict=True):
+                    signals[unit].append(value)
+        return signals
 
     def _coupled_loss(
         self,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -319,7 +319,11 @@ class Trainer:
         self.nothing_to_learn = self.nothing_to_learn or reason
 
     def _test_feedback(self) -> None:
-        """Before the first step, say whether the model uses the feedback of the training rows."""
+        """Before the first step, say whether the model uses the feedback of the training rows.
+
+        The results are in run.json by list of rows, without the feedback.
+        """
+        results: dict[str, dict[str, Any]] = {}
         for name, corpus in self.prepared.corpora.items() if self.step == 0 else ():
             method = self.prepared.method_for(name)
             objective = next(o for o in self.state.objectives if o.method is method)
@@ -328,6 +332,9 @@ class Trainer:
             test = feedback_test(objective, self.prepared, corpus)
             if test is not None:
                 (self.messages.note_once if test.is_used else self.messages.warn)(str(test))
+                results[name] = {**asdict(test), "is_used": test.is_used, "sentence": str(test)}
+        if results and self.folder is not None:
+            self.folder.record(feedback_test=results)
 
     def _note_settings(self) -> None:
         """Note settings whose effect may surprise."""
@@ -618,8 +625,9 @@ class Trainer:
     def _warn_of_anomalies(self, record: Mapping[str, Any]) -> None:
         for message in self.state.anomalies.update(record):
             self.messages.warn(f"step {self.step}: {message}")
-        if record and self.prepared.method.online:
-            for diagnosis in self.state.online_anomalies.observe(record):
+        method = self.prepared.method
+        if record and (method.online or method.loss.needs_teacher):
+            for diagnosis in self.state.collapse.observe(record):
                 self.messages.warn(f"step {self.step}: {diagnosis.message} {diagnosis.advice}")
 
     def _record(self) -> dict[str, float]:

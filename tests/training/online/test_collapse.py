@@ -126,7 +126,7 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
     killed(settings, 5)
     again, _ = train(settings)
     assert again.step == full.step == 6
-    assert again.state.online_anomalies.state_dict() == full.state.online_anomalies.state_dict()
+    assert again.state.collapse.state_dict() == full.state.collapse.state_dict()
     assert logged(place) == logged(place, "whole")
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
 
