@@ -519,9 +519,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "signal" in options.look:
         look_at_signal(setup)
     if "training" in options.look:
-        arms, seeds = (
-            (("hindsight",), options.seeds[:1]) if quick else (options.only, options.seeds)
-        )
+        arms: Sequence[Arm] = ("hindsight",) if quick else options.only
+        seeds = options.seeds[:1] if quick else options.seeds
         epochs = 1.0 if quick else options.epochs
         figures += look_at_training(setup, arms, seeds, epochs, options.questions)
     if "cost" in options.look:
