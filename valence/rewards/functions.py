@@ -324,6 +324,8 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
 
 def _score(value: Any, place: str) -> Score:
     """Whether its numbers are finite is checked later, for all rewards."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+        value = Score(value[0], feedback=value[1])
     if isinstance(value, Score):
         inner = value if value.value is None else _score(value.value, place)
         return inner if inner.value is None else replace(value, value=inner.value)

@@ -44,7 +44,7 @@ from valence.models.quantized import check_library
 from valence.models.shape import Shape
 from valence.reports.console import Progress
 from valence.reports.verdict import HOLD_OUT, NO_ROWS, few_rows, rows_needed
-from valence.rewards.build import check_rewards
+from valence.rewards.build import check_rewards, may_return_feedback
 from valence.targets import with_dtype
 from valence.training.optim import check_optimizer, up
 from valence.types import Content, TokenizedCompletion, TokenizedExample
@@ -687,6 +687,16 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             must_exist(named, setting)
     if prepared.has_rewards:
         check_rewards(recipe.reward)
+        needs_feedback = prepared.method.loss.needs_teacher and recipe.teacher.context == "feedback"
+        if needs_feedback and not may_return_feedback(recipe.reward):
+            raise UserError(
+                "the teacher reads texts of the reward, but rules and reward models return only "
+                "numbers",
+                code="setting-conflict",
+                where="teacher.context",
+                fix="set it to demonstration, or add a reward that returns text: a function, a "
+                "server or a judge",
+            )
     if training:
         check_optimizer(recipe)
     if recipe.model.quantize:
