@@ -90,6 +90,32 @@ def test_every_row_gets_its_score_and_stays_as_it_was(place: Path) -> None:
         assert line == {**row, "score": score, "parts": {"short": score}}
 
 
+def test_what_a_reward_says_becomes_the_feedback_of_rows_without_any(place: Path) -> None:
+    """A resumed command keeps it. Hindsight, and methods that read scores, train on the file."""
+    rows = read("answers.jsonl")
+    rows[0] |= {"feedback": "the user wrote this"}
+    rows[1] |= {"feedback": None}
+    write("answers.jsonl", rows)
+    judge("rewards:words")
+    lines = read("scored.jsonl")
+    for row, line in zip(rows, lines, strict=True):
+        number = len(row["completion"])
+        text = row.get("feedback") or (f"{number} letters" if number % 2 else None)
+        assert line.get("feedback") == text
+        assert line == {**row, "score": float(number), "parts": line["parts"]} | (
+            {"feedback": text} if text else {}
+        )
+    Path("scored.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:9]))
+    judge("rewards:words")
+    assert read("scored.jsonl") == lines
+    (place / "h.yaml").write_text(
+        "method: hindsight\nmodel: {name: ./model}\ndata: {train: [{path: scored.jsonl}]}\n"
+        "train: {batch_size: 4, max_steps: 1}\nrun: {dir: runs/h}\n"
+    )
+    for name in ("h.yaml", recipe("grpo")):
+        invoke("train", name, "train.max_steps=1")
+
+
 def test_a_reward_is_given_the_prompt_and_the_other_columns_of_its_row(place: Path) -> None:
     judge("rewards:vowels")
     for row in read("scored.jsonl"):
