@@ -247,7 +247,7 @@ def test_a_teacher_that_is_the_policy_and_reads_the_same_prompt_has_no_signal(na
 
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_teacher])
 def test_sampled_answers_with_a_teacher_do_not_depend_on_micro_batches_or_order(name: str) -> None:
-    """What the sampling policy gave to their tokens changes their weights."""
+    """The log-probabilities of the sampling policy change the weights of their tokens."""
     draw = random.Random(0)
     rows: list[TokenizedExample] = []
     for row in units_for(name):

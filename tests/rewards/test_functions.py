@@ -277,7 +277,7 @@ def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
     assert result[3].error.startswith("f: ")
 
 
-def test_a_text_beside_the_number_is_feedback(write: Any) -> None:
+def test_a_text_with_the_number_is_feedback(write: Any) -> None:
     """Text without characters that no tokenizer accepts; anything else fails its completion."""
     module = write("""
         from valence.types import Score

@@ -419,8 +419,8 @@ def test_our_own_server_and_client_agree_on_what_was_said() -> None:
         result = scores(client(f"{actual.url}/get_reward", batch_size=3, retries=0), answers(6))
         assert "feedback" not in actual.post(query=["a1"]).json()
     assert [score.value for score in result] == [1.0, 1.0, 1.0, 1.0, None, 1.0]
-    said = [f"says a{i} \N{SNOWMAN}" if i not in (1, 4) else "" for i in range(6)]
-    assert [score.feedback for score in result] == said
+    texts = [f"says a{i} \N{SNOWMAN}" if i not in (1, 4) else "" for i in range(6)]
+    assert [score.feedback for score in result] == texts
     others = parse_scores(b'{"rewards": [1, 2], "feedback": [null, "so"]}', 2)
     assert [score.feedback for score in others] == ["", "so"]
     unknown = parse_scores(b'{"rewards": [1, 2], "feedback": "so"}', 2)

@@ -90,7 +90,7 @@ def test_every_row_gets_its_score_and_stays_as_it_was(place: Path) -> None:
         assert line == {**row, "score": score, "parts": {"short": score}}
 
 
-def test_what_a_reward_says_becomes_the_feedback_of_rows_without_any(place: Path) -> None:
+def test_texts_of_a_reward_become_the_feedback_of_rows_without_any(place: Path) -> None:
     """A resumed command keeps it. Hindsight, and methods that read scores, train on the file."""
     rows = read("answers.jsonl")
     rows[0] |= {"feedback": "the user wrote this"}
@@ -100,11 +100,9 @@ def test_what_a_reward_says_becomes_the_feedback_of_rows_without_any(place: Path
     lines = read("scored.jsonl")
     for row, line in zip(rows, lines, strict=True):
         number = len(row["completion"])
-        text = row.get("feedback") or (f"{number} letters" if number % 2 else None)
-        assert line.get("feedback") == text
-        assert line == {**row, "score": float(number), "parts": line["parts"]} | (
-            {"feedback": text} if text else {}
-        )
+        text = row.pop("feedback", None) or (f"{number} letters" if number % 2 else "")
+        added = {"score": float(number), "parts": {"words": float(number)}}
+        assert line == {**row, **added, **({"feedback": text} if text else {})}
     Path("scored.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:9]))
     judge("rewards:words")
     assert read("scored.jsonl") == lines

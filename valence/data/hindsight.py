@@ -55,7 +55,7 @@ class TeacherContext:
         return "demonstration" if self.context == "demonstration" else "feedback"
 
     def text(self, feedback: str, label: bool | None, source: TextSource | None = None) -> str:
-        """What the teacher reads after the prompt. source: None for the text of a stored row."""
+        """The text that the teacher reads after the prompt. source: None for a stored row."""
         source = source or self.source_of_rows
         default = TEMPLATES.get((source, label)) or TEMPLATES[source, None]
         return (self.template or default).replace(FIELD, feedback)
@@ -63,9 +63,9 @@ class TeacherContext:
     def select(
         self, rewards: Sequence[float], feedback: Sequence[str], answers: Sequence[str]
     ) -> list[tuple[str, TextSource] | None]:
-        """What the teacher of each sampled answer to a prompt reads; None if there is nothing.
+        """The text that the teacher of each sampled answer to a prompt reads; None without one.
 
-        That is what its reward says, or the best answer if its reward is larger. Among equal
+        The text is that of the reward, or the best answer if its reward is larger. Among equal
         rewards, the answer sampled first is the best one.
         """
         best = max(range(len(rewards)), key=lambda i: rewards[i])

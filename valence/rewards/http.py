@@ -1,7 +1,7 @@
 """Rewards of servers. POST /get_reward with ``{"query": [...], "prompts": [...], "labels": [...]}``
 returns ``{"rewards": [...]}``, or if some completions have no score, status 500 and
 ``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``. ``feedback``, a list of texts
-beside the rewards or a text of each scored completion, is optional.
+for the rewards or a text of each scored completion, is optional.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ FIXES: dict[Exclusion, str] = {
     "truncated": "raise rollout.max_new_tokens, or set rollout.mask_truncated: false",
     "low_reward": "lower rollout.min_reward, or sample more (rollout.num_rollouts)",
     "worst": TIED[1],
-    "no_feedback": "return a text beside the number in the reward, or set teacher.context: either "
+    "no_feedback": "return a text with the number in the reward, or set teacher.context: either "
     "and a reward that differs between completions",
     "too_long": "raise data.max_length, or return shorter texts in the reward",
 }

@@ -89,7 +89,7 @@ class RewardsResponse(BaseModel):
     )
     feedback: list[str] | None = Field(
         default=None,
-        description="What the rewards say about each completion, if they say anything.",
+        description="Texts of the rewards about each completion, if there are any.",
     )
 
 
