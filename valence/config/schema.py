@@ -501,11 +501,11 @@ class Teacher(Section):
     rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     """With weights: ema, the share of the policy's weights in each step's average."""
     context: Literal["feedback", "demonstration", "either"] = "feedback"
-    """The text that the teacher reads after the prompt. feedback: the column `feedback`, in which the user
-    wrote about the completion; with reward, the text that the reward returns with its number.
-    demonstration: the column `feedback`, with a good completion; with reward, the completion with
-    the largest reward of the same prompt, for those with a smaller one. either, with reward only:
-    the text of the reward, or such a completion if there is no text.
+    """The text that the teacher reads after the prompt. feedback: the column `feedback`, in which
+    the user wrote about the completion; with reward, the text that the reward returns with its
+    number. demonstration: the column `feedback`, with a good completion; with reward, the
+    completion with the largest reward of the same prompt, for those with a smaller one. either,
+    with reward only: the text of the reward, or such a completion if there is no text.
     """
     template: Text | None = None
     """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say who wrote
