@@ -128,7 +128,7 @@ def test_the_log_counts_completions_without_a_text(place: Path) -> None:
 def test_the_teacher_reads_the_text_of_the_reward(place: Path) -> None:
     run = started(place)
     units, _ = run.examples.next_step()
-    texts = [run.prepared.tokenizer.decode(unit.teacher_ids) for unit in units]
+    texts = [run.prepared.tokenizer.decode(list(unit.teacher_ids)) for unit in units]
     head, tail = TEMPLATES["reward", None].split("{feedback}")
     assert all(f"{head}found: " in text and tail in text for text in texts)
     assert len(units) == 9
