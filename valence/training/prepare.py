@@ -687,7 +687,8 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             must_exist(named, setting)
     if prepared.has_rewards:
         check_rewards(recipe.reward)
-        needs_feedback = prepared.method.loss.needs_teacher and recipe.teacher.context == "feedback"
+        has_teacher = prepared.method.online and prepared.method.loss.needs_teacher
+        needs_feedback = has_teacher and recipe.teacher.context == "feedback"
         if needs_feedback and not may_return_feedback(recipe.reward):
             raise UserError(
                 "the teacher reads texts of the reward, but rules and reward models return only "
