@@ -91,7 +91,7 @@ def test_every_row_gets_its_score_and_stays_as_it_was(place: Path) -> None:
 
 
 def test_texts_of_a_reward_become_the_feedback_of_rows_without_any(place: Path) -> None:
-    """A resumed command keeps it. Hindsight, and methods that read scores, train on the file."""
+    """A resumed command writes the same."""
     rows = read("answers.jsonl")
     rows[0] |= {"feedback": "the user wrote this"}
     rows[1] |= {"feedback": None}
@@ -107,12 +107,6 @@ def test_texts_of_a_reward_become_the_feedback_of_rows_without_any(place: Path) 
     Path("scored.jsonl").write_bytes(b"".join(complete.splitlines(True)[:9]))
     judge("rewards:words")
     assert Path("scored.jsonl").read_bytes() == complete
-    (place / "h.yaml").write_text(
-        "method: hindsight\nmodel: {name: ./model}\ndata: {train: [{path: scored.jsonl}]}\n"
-        "train: {batch_size: 4, max_steps: 1}\nrun: {dir: runs/h}\n"
-    )
-    for name in ("h.yaml", recipe("grpo")):
-        invoke("train", name, "train.max_steps=1")
 
 
 def test_a_reward_is_given_the_prompt_and_the_other_columns_of_its_row(place: Path) -> None:

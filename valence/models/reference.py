@@ -115,7 +115,7 @@ class SyncedReference(FrozenReference):
 
 
 def tempered(reference: Reference | None, temperature: float) -> AbstractContextManager[None]:
-    """Inside the block, a reference with a model of its own has this temperature. One that runs the
+    """Inside the block, a reference with a separate model has this temperature. One that runs the
     policy has that of the policy.
     """
     is_separate = isinstance(reference, FrozenReference)
