@@ -509,12 +509,19 @@ class Score:
     """The reward of one completion.
 
     ``value``: None if the reward failed; ``error`` then has the reason. A failure never has a
-    number. ``parts``: the numbers that the value is computed from, by name.
+    number. ``parts``: the numbers that the value is computed from, by name. ``feedback``: what the
+    reward says about the completion in words, such as the error message of a test.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
+    feedback: str = ""
+
+    @property
+    def record(self) -> list[Any]:
+        """The fields in a form that processes can exchange; ``Score(*record)`` restores it."""
+        return [self.value, dict(self.parts), self.error, self.feedback]
 
 
 class Reward(Protocol):

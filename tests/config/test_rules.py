@@ -255,6 +255,6 @@ def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
     assert load_top_p(method, f"loss.correction={correction}") == 1
 
 
-@pytest.mark.parametrize("method", sorted(ONLINE.keys() - ADVANTAGES.keys()))
+@pytest.mark.parametrize("method", sorted(n for n, m in ONLINE.items() if not m.is_on_policy))
 def test_methods_that_learn_from_completions_as_data_may_sample_from_a_part(method: str):
     assert load_top_p(method, "rollout.top_p=0.9") == 0.9

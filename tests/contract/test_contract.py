@@ -246,6 +246,20 @@ def test_a_teacher_that_is_the_policy_and_reads_the_same_prompt_has_no_signal(na
     assert grad.norm() > 1e-4
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_teacher])
+def test_sampled_answers_with_a_teacher_do_not_depend_on_micro_batches_or_order(name: str) -> None:
+    """The log-probabilities of the sampling policy change the weights of their tokens."""
+    draw = random.Random(0)
+    rows: list[TokenizedExample] = []
+    for row in units_for(name):
+        (answer,) = row.answers
+        old = tuple(-4.5 + draw.gauss(0, 0.5) for _ in answer.ids)
+        rows.append(replace(row, answers=(replace(answer, columns=(("old", old),)),)))
+    same_however_cut(name, {}, models_of(name), rows, (ONE_ROW, SEVERAL))
+    _, _, grad = gradient(objective(name, *models_of(name)), rows)
+    assert (grad - plain_gradient(name)).norm() > 1e-2 * grad.norm()
+
+
 @cache
 def equal_models() -> tuple[PolicyModel, Reference]:
     policy, same = policy_and_reference()

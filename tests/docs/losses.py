@@ -121,8 +121,8 @@ the recipe.
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
-Other online methods select, pair or label completions by their rewards, and train on the result. Below, the loss of each method follows its
-name in parentheses.
+Other online methods select, pair or label completions by their rewards, or show a teacher what the rewards say, and train on the result.
+Below, the loss of each method follows its name in parentheses.
 """
 LABELS = {
     "rows": "Rows",

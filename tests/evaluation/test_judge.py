@@ -296,11 +296,13 @@ def test_a_judge_as_a_reward_grades_each_completion(tmp_path: Path) -> None:
     def opinion(shown: Mapping[str, Any]) -> Any:
         if shown["answer"] == "none":
             return "no idea"
-        return json.dumps({"scores": {"quality": len(shown["answer"])}})
+        reason = {"reason": "long enough"} if shown["answer"] == "sixsix" else {}
+        return json.dumps({**reason, "scores": {"quality": len(shown["answer"])}})
 
     with judge_server(opinion) as server:
         scores = grades(server, "four", "none", "sixsix", folder=tmp_path, retries=0)
         assert [score.value for score in scores] == [4.0, None, 6.0]
+        assert [score.feedback for score in scores] == ["", "", "long enough"]
         assert scores[1].error
         num_requests = len(server.requests)
         grades(server, "four", folder=tmp_path)

@@ -58,6 +58,17 @@ def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
     assert scores(again, answers(1))[0].parts == {"f": 3.0}
 
 
+def test_the_text_of_a_score_is_stored(counting: Any) -> None:
+    source = "def f(completions):\n    return [(1.0, f'says {c.text}') for c in completions]\n"
+    cached = cached_reward(counting("counts", source))
+    texts = [score.feedback for score in scores(cached, answers(2))]
+    again = cached_reward("counts:f")
+    assert (
+        [score.feedback for score in scores(again, answers(2))] == texts == ["says a0", "says a1"]
+    )
+    assert (again.parts[0].reward.hits, again.parts[0].reward.misses) == (2, 0)
+
+
 def test_the_same_answer_twice_is_asked_once(counting: Any) -> None:
     cached = cached_reward(counting("counts"))
     assert values(cached, [answer("x"), answer("y"), answer("x")]) == [2.0] * 3

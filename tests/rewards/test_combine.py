@@ -46,6 +46,18 @@ def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
     assert both.name == "a+b"
 
 
+def test_texts_of_all_rewards_in_the_sum_are_joined() -> None:
+    def says(name: str, *texts: str, gate: float | None = None) -> RewardPart:
+        results = [Score(float(i), feedback=text) for i, text in enumerate(texts)]
+        return RewardPart(Fixed(name, results), gate=gate)
+
+    parts = says("a", "one", "", "same"), says("b", "two", "", "same")
+    texts = [score.feedback for score in scores(Combined(parts), answers(3))]
+    assert texts == ["one\n\ntwo", "", "same"]
+    gated = Combined((says("a", "one", "three"), says("b", "two", "four", gate=0.5)))
+    assert [score.feedback for score in scores(gated, answers(2))] == ["two", "three\n\nfour"]
+
+
 def test_a_clip_acts_before_the_weight_and_shows_in_the_parts() -> None:
     result = scores(
         Combined((RewardPart(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3)

@@ -277,6 +277,22 @@ def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
     assert result[3].error.startswith("f: ")
 
 
+def test_a_text_with_the_number_is_feedback(write: Any) -> None:
+    """Text without characters that no tokenizer accepts; anything else fails its completion."""
+    module = write("""
+        from valence.types import Score
+
+        def f(completions):
+            texts = Score(0.5, feedback="so"), Score(1.0, feedback=3), (2, "a\\udcffb\\n")
+            return [*texts, (None, "no number"), (1.0, 2.0)]
+    """)
+    result = scores(reward(f"{module}:f"), answers(5))
+    assert [score.value for score in result] == [0.5, None, 2.0, None, None]
+    assert [score.feedback for score in result] == ["so", "", "a?b", "", ""]
+    assert has_words(result[1].error, "feedback", 3)
+    assert has_words(result[4].error, "tuple")
+
+
 # What goes wrong
 
 

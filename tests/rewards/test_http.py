@@ -407,6 +407,26 @@ def test_our_own_server_and_client_agree_on_what_failed() -> None:
     ]
 
 
+def test_our_own_server_and_client_agree_on_what_was_said() -> None:
+    """Also where another completion has no score; a server without texts sends none."""
+
+    def judge(completion: Completion) -> Score:
+        error = "broken" if completion.text == "a4" else ""
+        text = "" if completion.text == "a1" else f"says {completion.text} \N{SNOWMAN}"
+        return Score(None if error else 1.0, error=error, feedback=text)
+
+    with served(Numbers(judge)) as actual:
+        result = scores(client(f"{actual.url}/get_reward", batch_size=3, retries=0), answers(6))
+        assert "feedback" not in actual.post(query=["a1"]).json()
+    assert [score.value for score in result] == [1.0, 1.0, 1.0, 1.0, None, 1.0]
+    texts = [f"says a{i} \N{SNOWMAN}" if i not in (1, 4) else "" for i in range(6)]
+    assert [score.feedback for score in result] == texts
+    others = parse_scores(b'{"rewards": [1, 2], "feedback": [null, "so"]}', 2)
+    assert [score.feedback for score in others] == ["", "so"]
+    unknown = parse_scores(b'{"rewards": [1, 2], "feedback": "so"}', 2)
+    assert [score.feedback for score in unknown] == ["", ""]
+
+
 # Several servers
 
 

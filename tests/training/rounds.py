@@ -24,6 +24,10 @@ import time
 def short(completions, **context):
     return [-float(len(c.tokens)) for c in completions]
 
+def words(completions, **context):
+    texts = [f"{len(c.text)} letters" if len(c.text) % 2 else "" for c in completions]
+    return [(len(c.text), text) for c, text in zip(completions, texts)]
+
 def odd(completions, **context):
     return [None if c.info["answer"] == 1 else float(c.index) for c in completions]
 

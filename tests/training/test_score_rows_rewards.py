@@ -90,6 +90,25 @@ def test_every_row_gets_its_score_and_stays_as_it_was(place: Path) -> None:
         assert line == {**row, "score": score, "parts": {"short": score}}
 
 
+def test_texts_of_a_reward_become_the_feedback_of_rows_without_any(place: Path) -> None:
+    """A resumed command writes the same."""
+    rows = read("answers.jsonl")
+    rows[0] |= {"feedback": "the user wrote this"}
+    rows[1] |= {"feedback": None}
+    write("answers.jsonl", rows)
+    judge("rewards:words")
+    lines = read("scored.jsonl")
+    for row, line in zip(rows, lines, strict=True):
+        number = len(row["completion"])
+        text = row.pop("feedback", None) or (f"{number} letters" if number % 2 else "")
+        added = {"score": float(number), "parts": {"words": float(number)}}
+        assert line == {**row, **added, **({"feedback": text} if text else {})}
+    complete = Path("scored.jsonl").read_bytes()
+    Path("scored.jsonl").write_bytes(b"".join(complete.splitlines(True)[:9]))
+    judge("rewards:words")
+    assert Path("scored.jsonl").read_bytes() == complete
+
+
 def test_a_reward_is_given_the_prompt_and_the_other_columns_of_its_row(place: Path) -> None:
     judge("rewards:vowels")
     for row in read("scored.jsonl"):

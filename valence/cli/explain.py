@@ -142,6 +142,9 @@ def online_facts(method: Method) -> dict[str, str]:
             "; trains on the `rollout.top_n` best of groups with different rewards, without "
             "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
         )
+    if method.loss.needs_teacher:
+        items["completions"] += "; without those that have no text for the teacher"
+        items["completions"] += " (`teacher.context`)"
     if method.resamples:
         items["completions"] += "; prompts whose completions have equal rewards are replaced"
     return items

@@ -62,9 +62,14 @@ class Case:
         return any(method.loss.needs_teacher for method in self.methods)
 
     @property
+    def has_initial_teacher(self) -> bool:
+        return self.has_teacher and self.recipe.teacher.weights == "initial"
+
+    @property
     def reads_no_reference(self) -> bool:
         """Whether an online run needs no reference, neither for the loss nor for the log."""
-        if not self.method.online or any(method.needs_reference for method in self.mixed):
+        is_online = self.method.online
+        if not is_online or self.has_initial_teacher or any(m.needs_reference for m in self.mixed):
             return False
         return not (self.recipe.measures_kl or self.method.loss_reads_reference(self.recipe.loss))
 
@@ -111,8 +116,7 @@ def _model(c: Case) -> Iterator[Issue]:
 
 
 def _reference(c: Case) -> Iterator[Issue]:
-    is_teacher = c.has_teacher and c.recipe.teacher.weights == "initial"
-    if not (is_teacher or any(method.needs_reference for method in c.methods)):
+    if not (c.has_initial_teacher or any(method.needs_reference for method in c.methods)):
         yield no_effect(
             "reference",
             why=f"{c.method.name} does not use a reference",
@@ -139,7 +143,24 @@ def _teacher(c: Case) -> Iterator[Issue]:
             why=f"{c.method.name} has no teacher",
             fix="set method: hindsight",
         )
-    elif c.recipe.teacher.weights == "ema" and c.recipe.parallel.shards_weights:
+        return
+    compares = c.recipe.teacher.context != "feedback"
+    is_online = c.method.online and c.method.loss.needs_teacher
+    if c.recipe.teacher.context == "either" and not is_online:
+        yield conflict(
+            "teacher.context",
+            "the teacher of stored rows reads their column `feedback`, which is either feedback or "
+            "a demonstration",
+            "set it to one of these, or train with a reward",
+        )
+    if is_online and compares and c.recipe.rollout.num_rollouts < 2:
+        yield conflict(
+            "rollout.num_rollouts",
+            f"with teacher.context: {c.recipe.teacher.context}, the teacher reads another "
+            "completion of the same prompt, and there is only one",
+            "set it to 2 or more, or set teacher.context: feedback",
+        )
+    if c.recipe.teacher.weights == "ema" and c.recipe.parallel.shards_weights:
         yield conflict(
             "teacher.weights",
             "a moving average of weights that are split over processes is not supported",

@@ -500,13 +500,16 @@ class Teacher(Section):
     """
     rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     """With weights: ema, the share of the policy's weights in each step's average."""
-    context: Literal["feedback", "demonstration"] = "feedback"
-    """What the column `feedback` contains, which the teacher reads after the prompt. feedback: what
-    the user wrote about the completion. demonstration: a good completion.
+    context: Literal["feedback", "demonstration", "either"] = "feedback"
+    """The text that the teacher reads after the prompt. feedback: the column `feedback`, in which
+    the user wrote about the completion; with reward, the text that the reward returns with its
+    number. demonstration: the column `feedback`, with a good completion; with reward, the
+    completion with the largest reward of the same prompt, for those with a smaller one. either,
+    with reward only: the text of the reward, or such a completion if there is no text.
     """
     template: Text | None = None
-    """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say how the
-    user rated the completion if the row has a label.
+    """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say who wrote
+    the feedback, and how the user rated the completion if the row has a label.
     """
 
     def issues(self) -> Iterator[Issue]:
@@ -730,9 +733,10 @@ class Rollout(Section):
     the lowest reward of their group are not imitated."""
     mask_truncated: bool | None = None
     """Completions that were truncated at max_new_tokens get no gradient: `rejection` does not
-    imitate them, and policy gradient methods leave their tokens out of the loss (overlong
-    filtering, arXiv 2503.14476). Their rewards still count in the statistics of the group. null:
-    the default of the method, which is true for `rejection` and false for the others.
+    imitate them, `hindsight` leaves them out, and policy gradient methods leave their tokens out of
+    the loss (overlong filtering, arXiv 2503.14476). Their rewards still count in the statistics of
+    the group. null: the default of the method, which is true for `rejection` and false for the
+    others.
     """
     epochs: PositiveInt | None = None
     """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`

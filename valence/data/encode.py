@@ -25,7 +25,7 @@ from valence.data.encoded_set import (
     TurnExamples,
     Unusable,
 )
-from valence.data.hindsight import TeacherContext
+from valence.data.hindsight import TeacherContext, TextSource
 from valence.data.template import (
     AsChat,
     ChatTemplate,
@@ -206,6 +206,17 @@ class Encoder:
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
 
+    def encode_teacher_prompt(
+        self, prompt: Content, feedback: str, source: TextSource
+    ) -> tuple[int, ...]:
+        """The tokens that the teacher of a sampled completion reads before it. Raises UserError."""
+        try:
+            [prompt] = self.rendered_as(prompt)
+            context = self._with_feedback(prompt, (), feedback, None, source)
+            return self._tokens(context, (), False, _EncodingState()).prompt
+        except RowError as error:
+            raise UserError(error.reason, code=error.code, fix=error.fix) from error
+
     def rendered_as(self, *contents: Content) -> Sequence[Content]:
         """A prompt and its answers; transcripts as text if no chat template is used."""
         texts = [c.transcript if isinstance(c, Chat) else None for c in contents]
@@ -370,6 +381,26 @@ class Encoder:
         """The tokens of the teacher's prompt. Raises RowError if the completion would have other
         tokens behind it.
         """
+        context = self._with_feedback(prompt, completions, feedback.feedback, feedback.label)
+        is_text = not isinstance(prompt, Ids)
+        teacher = self._tokens(context, completions if is_text else (), False, _EncodingState())
+        if is_text and [a.ids for a in teacher.answers] != [a.ids for a in tokens.answers]:
+            raise RowError(
+                "feedback_changes_tokens",
+                "the completion has other tokens after a prompt with the feedback",
+                "remove the row, or use another chat template",
+            )
+        return teacher.prompt
+
+    def _with_feedback(
+        self,
+        prompt: Content,
+        completions: Sequence[Content],
+        feedback: str,
+        label: bool | None,
+        source: TextSource | None = None,
+    ) -> Chat | str:
+        """A prompt with the feedback. Raises RowError if the prompt has no text."""
         assert self.teacher is not None
         text, answers = _readable(prompt), [_readable(c) for c in completions]
         if text is None:
@@ -380,16 +411,7 @@ class Encoder:
             )
         text = self._form(text, [a for a in answers if a is not None])
         assert not isinstance(text, Ids)
-        context = self.teacher.prompt(text, feedback.feedback, feedback.label)
-        is_text = not isinstance(prompt, Ids)
-        teacher = self._tokens(context, completions if is_text else (), False, _EncodingState())
-        if is_text and [a.ids for a in teacher.answers] != [a.ids for a in tokens.answers]:
-            raise RowError(
-                "feedback_changes_tokens",
-                "the completion has other tokens after a prompt with the feedback",
-                "remove the row, or use another chat template",
-            )
-        return teacher.prompt
+        return self.teacher.prompt(text, feedback, label, source)
 
     def _chat_tokens(
         self,

@@ -41,7 +41,7 @@ from valence.types import (
 WINDOW = 128
 """Completions that are scored and written together."""
 ADDED = ("score", "parts", "error")
-"""The added columns."""
+"""The added columns, besides `feedback` in rows that do not have it."""
 BARE: dict[str, Any] = {"method": "rejection", "model": {"name": "none"}}
 """The recipe for a reward that is not part of a recipe."""
 
@@ -59,7 +59,8 @@ def score_by_reward(
 ) -> Tally:
     """Write every row of ``options.data`` with the reward of its completion as ``score`` (and its
     ``parts``) to ``options.out``, as JSON Lines in the order of the rows. If the reward fails, the
-    score is null and ``error`` has the reason.
+    score is null and ``error`` has the reason. What the reward says in words becomes ``feedback``,
+    unless the row has feedback.
 
     target: needed for rows without token ids, for its tokenizer, and without ``options.reward``: a
     recipe with a reward. group: processes that score a share each; rank 0 writes.
@@ -255,10 +256,10 @@ class RewardTransform:
         local = score_all(
             self.reward, completions[rank::size], progress=lambda num: advance(num * size)
         )
-        shares = gather_objects(self.group, [[s.value, dict(s.parts), s.error] for s in local])
+        shares = gather_objects(self.group, [score.record for score in local])
         scores = [Score(None)] * len(completions)
         for share_rank, share in enumerate(shares):
-            scores[share_rank::size] = [Score(value, parts, error) for value, parts, error in share]
+            scores[share_rank::size] = [Score(*record) for record in share]
         if scores and all(score.value is None for score in scores):
             # the reward itself failed, for example because its server is down: do not write the
             # errors
@@ -287,23 +288,26 @@ class RewardTransform:
         return is_number or is_error
 
     def is_line_of(self, line: Line, item: Pair) -> bool:
-        row = json.loads(as_line(_without_added(item[0].value)))
-        return _without_added(line) == row
+        row = item[0].value
+        return _without_added(line, row) == json.loads(as_line(_without_added(row, row)))
 
     def error_in(self, line: Line) -> str | None:
         return line["error"] if line["score"] is None else None
 
 
 def _line(row: Row, score: Score) -> Line:
-    value = _without_added(row.value)
+    value = _without_added(row.value, row.value)
     if score.value is not None and math.isfinite(score.value):
         parts = {"parts": dict(score.parts)} if score.parts else {}
-        return {**value, "score": score.value, **parts}
+        is_added = score.feedback and "feedback" not in value
+        feedback = {"feedback": score.feedback} if is_added else {}
+        return {**value, "score": score.value, **parts, **feedback}
     finite = {name: part for name, part in score.parts.items() if math.isfinite(part)}
     parts = {"parts": finite} if finite else {}
     return {**value, "score": None, **parts, "error": score.error or f"the score is {score.value}"}
 
 
-def _without_added(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the added columns, which the input may have if they are empty."""
-    return {name: cell for name, cell in value.items() if name not in ADDED}
+def _without_added(value: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line without the columns added to this row, which the row may have if they are empty."""
+    added = ADDED if row.get("feedback") else (*ADDED, "feedback")
+    return {name: cell for name, cell in value.items() if name not in added}

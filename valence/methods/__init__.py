@@ -24,6 +24,8 @@ from valence.methods.sample_builders import (
     binary_labels,
     exclusion_reasons,
     preference_pairs,
+    self_distillation,
+    teacher_exclusions,
 )
 from valence.types import Kind
 from valence.user_code.attempt import Raised, attempt, describe_error
@@ -129,7 +131,8 @@ class Method:
     @property
     def is_on_policy(self) -> bool:
         """Whether its loss compares with the sampling policy, at the sampling temperature."""
-        return isinstance(self.sample_builder, AdvantageBuilder)
+        is_distilled = self.online and self.loss.needs_teacher
+        return is_distilled or isinstance(self.sample_builder, AdvantageBuilder)
 
     @property
     def min_rollouts(self) -> int:
@@ -226,8 +229,12 @@ def _online(name: str, loss: Loss, **changes: Any) -> Method:
         assert loss.advantage is not None
         builder: SampleBuilder = AdvantageBuilder(loss.advantage)
     elif loss.data == "demonstration":
-        builder = SampleBuilder(best_of_n, exclusion_reasons)
+        reasons = "tied", "truncated", "low_reward", "worst"
+        builder = SampleBuilder(best_of_n, exclusion_reasons, reasons)
         rollout = {**rollout, "mask_truncated": True}
+    elif loss.data == "feedback":
+        reasons = "truncated", "no_feedback", "too_long"
+        builder = SampleBuilder(self_distillation, teacher_exclusions, reasons)
     else:
         builder = SampleBuilder(preference_pairs if loss.data == "preference" else binary_labels)
     return Method(name, loss, builder, rollout_defaults=rollout, **changes)
@@ -246,6 +253,7 @@ ONLINE: dict[str, Method] = {
         for name, row in LOSSES.items()
         if row.advantage is not None
     },
+    "hindsight": _online("hindsight", LOSSES["hindsight"]),
     "ppo": _online("ppo", LOSSES["ppo"], defaults={"value": True}, rollout={"epochs": PPO_EPOCHS}),
 }
 """Methods that train on completions that the policy samples and a reward scores."""

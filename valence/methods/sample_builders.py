@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,13 +30,17 @@ class RolloutGroup:
     """A prompt with its rewarded completions, in sampling order.
 
     rewards: after length penalties. columns: for each completion, its token columns `old`, `ref`
-    and `value`, if the method reads them.
+    and `value`, if the method reads them. feedback: what the rewards say about each completion.
+    teachers: for each completion, the prompt of its teacher if the method has one: empty if there
+    is nothing to read, None if it is too long.
     """
 
     prompt: TokenizedExample
     answers: tuple[Completion, ...]
     rewards: Rewards
     columns: tuple[Columns, ...] = ()
+    feedback: tuple[str, ...] = ()
+    teachers: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
     def tied(self) -> bool:
@@ -45,7 +49,7 @@ class RolloutGroup:
 
     def unit(
         self,
-        kind: Literal["demonstration", "judgement", "preference", "scored"],
+        kind: Literal["demonstration", "judgement", "preference", "scored", "feedback"],
         *indices: int,
         columns: Columns | None = None,
         masked: bool = False,
@@ -75,14 +79,16 @@ class RolloutGroup:
         )
 
 
-Exclusion = Literal["tied", "truncated", "low_reward", "worst"]
-"""Reasons not to imitate a completion, in the order in which they are tried."""
+Exclusion = Literal["tied", "truncated", "low_reward", "worst", "no_feedback", "too_long"]
+"""Reasons not to train on a completion, in the order in which they are tried."""
 
 EXCLUSIONS: dict[Exclusion, str] = {
     "tied": "in groups whose rewards are all equal",
     "truncated": "truncated at rollout.max_new_tokens",
     "low_reward": "below rollout.min_reward",
     "worst": "no better than the worst of their group",
+    "no_feedback": "without a text that the teacher may read (teacher.context)",
+    "too_long": "longer than data.max_length after the prompt of the teacher",
 }
 """The reasons as they appear in messages."""
 
@@ -111,6 +117,19 @@ def exclusion_reasons(
             reasons.append("worst")
         else:
             reasons.append(None)
+    return reasons
+
+
+def teacher_exclusions(group: RolloutGroup, mask_truncated: bool) -> list[Exclusion | None]:
+    """Why no teacher can assess each completion of a group; None if one can."""
+    reasons: list[Exclusion | None] = []
+    for completion, teacher in zip(group.answers, group.teachers, strict=True):
+        if mask_truncated and completion.stop == "length":
+            reasons.append("truncated")
+        elif teacher is None:
+            reasons.append("too_long")
+        else:
+            reasons.append(None if teacher else "no_feedback")
     return reasons
 
 
@@ -217,17 +236,39 @@ def _labels(
     yield from ((i, reward > level) for i, reward in enumerate(rewards) if reward != level)
 
 
+def self_distillation(
+    round: Sequence[RolloutGroup], ahead: int, mask_truncated: bool
+) -> list[TokenizedExample]:
+    """Completions with the prompts of their teachers.
+
+    Hübotter et al. 2026, arXiv 2601.20802 (SDPO). The teacher of a completion reads what the reward
+    says about it, or the best completion of the prompt (`teacher.context`). Completions without
+    such a text, and with `rollout.mask_truncated` truncated ones, are left out.
+    """
+    examples: list[TokenizedExample] = []
+    for group in round:
+        for i, reason in enumerate(teacher_exclusions(group, mask_truncated)):
+            if reason is None:
+                columns = group.columns[i] if group.columns else {}
+                # the policy has changed since a round was sampled ahead
+                old = group.answers[i].logps if ahead else columns.get("old")
+                example = group.unit("feedback", i, columns={"old": old} if old else None)
+                examples.append(replace(example, teacher_ids=group.teachers[i] or ()))
+    return examples
+
+
 @dataclass(frozen=True)
 class SampleBuilder:
     """Build the training examples of a round with a function.
 
     fn: takes the round. Its other positional parameters are settings of the recipe's ``rollout``
     section, by name. excludes: returns why completions of a group may not be trained on, with the
-    same settings as keyword arguments.
+    same settings as keyword arguments. reasons: those that it may return.
     """
 
     fn: Callable[..., Any]
     excludes: Callable[..., list[Exclusion | None]] | None = None
+    reasons: tuple[Exclusion, ...] = ()
 
     def excluded(self, round: Sequence[RolloutGroup], rollout: Any) -> Counter[str]:
         """Number of completions that must not be trained on, by reason. rollout: the section."""

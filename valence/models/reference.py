@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -112,6 +112,14 @@ class SyncedReference(FrozenReference):
         for name, weight in self.weights.items():
             new = weights[name]
             weight.copy_(new if mix == 1 else torch.lerp(weight, new.to(weight), mix))
+
+
+def tempered(reference: Reference | None, temperature: float) -> AbstractContextManager[None]:
+    """Inside the block, a reference with a separate model has this temperature. One that runs the
+    policy has that of the policy.
+    """
+    is_separate = isinstance(reference, FrozenReference)
+    return reference.engine.tempered(temperature) if is_separate else nullcontext()
 
 
 class LazyReference:

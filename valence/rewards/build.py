@@ -93,6 +93,14 @@ def reward_of(
     return Combined(tuple(parts))
 
 
+def may_return_feedback(specs: Sequence[RewardSettings]) -> bool:
+    """Whether a reward may say something in words: rules and reward models return only numbers."""
+    return any(
+        spec.judge is not None or is_function(spec.reward) or is_server(spec.reward)
+        for spec in specs
+    )
+
+
 class _UnloadedModel:
     """A reward model that is only checked."""
 

@@ -128,7 +128,9 @@ class ScoreCache:
             self._insert(key, score)
         if new and self._lines is not None:
             self._lines.append(
-                {"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in new.items()
+                {"key": key, "value": s.value, "parts": dict(s.parts)}
+                | ({"feedback": s.feedback} if s.feedback else {})
+                for key, s in new.items()
             )
 
     def refresh(self) -> None:
@@ -229,11 +231,11 @@ def _parse_score(entry: Mapping[str, Any]) -> tuple[str, Score]:
     """Key and score of a line. Raises ValueError for another one."""
     try:
         key, value, parts = entry["key"], entry["value"], entry["parts"]
+        feedback = entry.get("feedback", "")
         numbers = [value, *parts.values()]
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(key, str) or not all(
-        type(n) in (int, float) and math.isfinite(n) for n in numbers
-    ):
+    is_finite = all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+    if not (isinstance(key, str) and isinstance(feedback, str) and is_finite):
         raise ValueError("not a score")
-    return key, Score(value, parts)
+    return key, Score(value, parts, feedback=feedback)

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from valence.network import backoff, draw_jitter
@@ -151,14 +151,19 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def checked(score: Score) -> Score:
-    """Return the score, or a failed one if its value or one of its parts is not a finite number."""
+    """Return the score, or a failed one if its value or one of its parts is not a finite number, or
+    if its feedback is not text.
+    """
     if score.value is None:
         return score if score.error else Score(None, score.parts, "the reward returned no score")
+    if not isinstance(score.feedback, str):
+        return Score(None, error=f"the feedback is {describe(score.feedback)}, not text")
     for name, value in {"": score.value, **score.parts}.items():
         if not _is_finite(value):
             subject = f"the part {name}" if name else "the score"
             return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
-    return score
+    # a command's output may have characters that no tokenizer accepts
+    return replace(score, feedback=score.feedback.encode("utf-8", "replace").decode().strip())
 
 
 def _is_finite(value: object) -> bool:

@@ -32,7 +32,8 @@ class Combined:
     """sum_k weight_k * clip_k(r_k); if some rewards are below their gate, the sum of these alone.
 
     If one fails, the sum fails: the rest of a sum is a different reward. The parts of a score are
-    the rewards after clipping and before weighting, and (``name/part``) their own parts.
+    the rewards after clipping and before weighting, and (``name/part``) their own parts. The
+    feedback is that of all rewards in the sum.
     """
 
     parts: tuple[RewardPart, ...]
@@ -63,7 +64,7 @@ class Combined:
     def _sum(self, scores: Sequence[Score]) -> Score:
         numbers: dict[str, float] = {}
         errors: list[str] = []
-        values: list[tuple[RewardPart, float]] = []
+        values: list[tuple[RewardPart, float, str]] = []
         for part, score in zip(self.parts, scores, strict=True):
             name = part.reward.name
             numbers |= {f"{name}/{part_name}": value for part_name, value in score.parts.items()}
@@ -71,7 +72,7 @@ class Combined:
                 errors.append(f"{name}: {score.error}")
                 continue
             numbers[name] = part.clipped(score.value)
-            values.append((part, numbers[name]))
+            values.append((part, numbers[name], score.feedback))
         failed_calls = [score for score in scores if isinstance(score, FailedCall)]
         if failed_calls:
             return FailedCall(
@@ -80,9 +81,11 @@ class Combined:
         if errors:
             return Score(None, numbers, "; ".join(errors))
         below_gate = [
-            (part, value) for part, value in values if part.gate is not None and value < part.gate
+            entry for entry in values if entry[0].gate is not None and entry[1] < entry[0].gate
         ]
-        total = sum(part.weight * value for part, value in below_gate or values)
+        counted = below_gate or values
+        total = sum(part.weight * value for part, value, _ in counted)
         if not math.isfinite(total):
             return Score(None, numbers, f"the weighted sum is {total}, not a finite number")
-        return Score(total, numbers)
+        texts = dict.fromkeys(text for _, _, text in counted if text)
+        return Score(total, numbers, feedback="\n\n".join(texts))

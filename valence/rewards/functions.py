@@ -324,6 +324,8 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
 
 def _score(value: Any, place: str) -> Score:
     """Whether its numbers are finite is checked later, for all rewards."""
+    if _has_text(value):
+        value = Score(value[0], feedback=value[1])
     if isinstance(value, Score):
         inner = value if value.value is None else _score(value.value, place)
         return inner if inner.value is None else replace(value, value=inner.value)
@@ -339,6 +341,11 @@ def _score(value: Any, place: str) -> Score:
     if isinstance(number, Raised):
         return Score(None, error=f"returned a number that cannot be converted to a float ({place})")
     return Score(number)
+
+
+def _has_text(value: object) -> bool:
+    """Whether a value is a number with a text."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
 
 
 def function_of(target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function:

@@ -1,6 +1,7 @@
 """Rewards of servers. POST /get_reward with ``{"query": [...], "prompts": [...], "labels": [...]}``
 returns ``{"rewards": [...]}``, or if some completions have no score, status 500 and
-``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``.
+``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``. ``feedback``, a list of texts
+for the rewards or a text of each scored completion, is optional.
 """
 
 from __future__ import annotations
@@ -260,20 +261,22 @@ def parse_scores(reply: bytes, number: int) -> list[Score]:
         raise RewardError(f"{key!r} in the reply has the type {type(values).__name__}, not list")
     if len(values) != number:
         raise RewardError(f"the reply has {len(values)} rewards for {number} completions")
-    errors = content.get("errors")
-    if not isinstance(errors, list) or len(errors) != number:
-        errors = [None] * number
-    return [_score(value, error) for value, error in zip(values, errors, strict=True)]
+    texts: list[list[Any]] = []
+    for name in ("errors", "feedback"):
+        column = content.get(name)
+        is_complete = isinstance(column, list) and len(column) == number
+        texts.append(column if is_complete else [None] * number)
+    return [_score(value, *row) for value, *row in zip(values, *texts, strict=True)]
 
 
-def _score(value: Any, error: Any) -> Score:
+def _score(value: Any, error: Any, feedback: Any) -> Score:
     if isinstance(value, bool) or not isinstance(value, int | float):
         reason = f": {error}" if isinstance(error, str) and error else ""
         return Score(
             None, error=f"the server returned {json.dumps(value):.80} instead of a number{reason}"
         )
     try:
-        return Score(float(value))
+        return Score(float(value), feedback=feedback if isinstance(feedback, str) else "")
     except OverflowError:
         return Score(None, error="the server returned a number that is too large")
 
@@ -282,6 +285,7 @@ class _Scored(BaseModel):
     model_config = ConfigDict(strict=True)
     index: int
     reward: FiniteFloat
+    feedback: str = ""
 
 
 class _Failed(BaseModel):
@@ -304,7 +308,7 @@ def parse_partial_scores(reply: bytes, number: int) -> list[Score] | None:
         content = _PartialReply.model_validate_json(reply)
     except ValidationError:
         return None
-    scores = [(row.index, Score(row.reward)) for row in content.scored]
+    scores = [(row.index, Score(row.reward, feedback=row.feedback)) for row in content.scored]
     for row in content.failed:
         error = f"the server returned no score: {row.error[:MAX_ERROR_LENGTH]}"
         scores.append((row.index, Score(None, error=error)))

@@ -350,15 +350,15 @@ def objects_in(text: str) -> Iterator[Mapping[str, Any]]:
         start = text.find("{", end)
 
 
-def _entries(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, Any]:
-    """The entries of all criteria in the last object of a reply that has them: models that think
+def _opinion(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, Any]:
+    """The last object of a reply that has entries of all criteria under a key: models that think
     first repeat the requested form, or change their mind. Raises RewardError.
     """
     last: Mapping[str, Any] | None = None
     for value in objects_in(text):
         entries = value.get(key)
         if isinstance(entries, Mapping) and criteria.keys() <= entries.keys():
-            last = entries
+            last = value
     if last is not None:
         return last
     shown = text[:80]
@@ -368,7 +368,7 @@ def _entries(text: str, key: str, criteria: Mapping[str, str]) -> Mapping[str, A
 def parse_grades(text: str, settings: JudgeSettings) -> dict[str, float]:
     """The grade of each criterion in a reply. Raises RewardError unless all are on the scale."""
     low, high = settings.scale
-    entries = _entries(text, "scores", settings.criteria)
+    entries = _opinion(text, "scores", settings.criteria)["scores"]
     grades = {name: entries[name] for name in settings.criteria}
     for name, grade in grades.items():
         if type(grade) not in (int, float) or not low <= grade <= high:
@@ -380,12 +380,20 @@ def parse_grades(text: str, settings: JudgeSettings) -> dict[str, float]:
     return {name: float(grade) for name, grade in grades.items()}
 
 
+def parse_reason(text: str, settings: JudgeSettings) -> str:
+    """The reason for the grades in a reply; empty if there is none. Raises RewardError for a reply
+    without grades.
+    """
+    reason = _opinion(text, "scores", settings.criteria).get("reason")
+    return reason if isinstance(reason, str) else ""
+
+
 def parse_winners(text: str, settings: JudgeSettings) -> dict[str, float]:
     """For each criterion 1 if the first answer is better, -1 if the second one is, 0 for a tie.
 
     Raises RewardError for anything else.
     """
-    entries = _entries(text, "winners", settings.criteria)
+    entries = _opinion(text, "winners", settings.criteria)["winners"]
     margins: dict[str, float] = {}
     for name in settings.criteria:
         winner = str(entries[name]).strip().lower()
@@ -417,7 +425,7 @@ def _turns(prompt: str | Sequence[Message]) -> list[Mapping[str, Any]]:
 @dataclass
 class Grader:
     """A backend (``CallBackend``) that scores completions: the weighted mean of their grades, with
-    the grades as parts.
+    the grades as parts and the reason as feedback.
     """
 
     model: JudgeModel
@@ -432,12 +440,13 @@ class Grader:
     async def _grade(self, completion: Completion) -> Score:
         settings = self.model.settings
         content = {"conversation": _turns(completion.prompt), "answer": completion.text}
-        grades = await self.model.ask(
+        grades, reason = await self.model.ask(
             _instructions(GRADING, settings, str(settings.scale[1])),
             content,
-            lambda text: parse_grades(text, settings),
+            lambda text: (parse_grades(text, settings), parse_reason(text, settings)),
         )
-        return Score(settings.weigh(grades), grades if len(grades) > 1 else {})
+        parts = grades if len(grades) > 1 else {}
+        return Score(settings.weigh(grades), parts, feedback=reason)
 
     async def close(self) -> None:
         await self.model.close()

@@ -19,8 +19,8 @@ from valence.config.needs import read_of_tokens
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, out_of_memory
 from valence.losses.policy import k1, k3
-from valence.methods.sample_builders import EXCLUSIONS, RolloutGroup
-from valence.models.reference import FrozenReference
+from valence.methods.sample_builders import RolloutGroup
+from valence.models.reference import tempered
 from valence.reports.console import Progress
 from valence.rewards.build import digests
 from valence.rewards.combine import Combined
@@ -90,11 +90,10 @@ class RoundTally:
         """Count the completions of these groups that must not be trained on, by reason, and the
         groups of which nothing is."""
         num_completions = sum(len(group.answers) for group in groups)
-        for reason in EXCLUSIONS:
-            count = excluded.get(reason, 0)
+        for reason, count in excluded.items():
             self.add(f"excluded/{reason}", [1.0] * count + [0.0] * (num_completions - count))
         self.add("excluded/prompts", [1.0] * num_unused + [0.0] * (len(groups) - num_unused))
-        self.exclusions.update(excluded)
+        self.exclusions.update({name: count for name, count in excluded.items() if count})
         self.exclusions.update(
             completions=num_completions, prompts=len(groups), prompts_without=num_unused
         )
@@ -146,9 +145,9 @@ class QueuedRound:
         self.state["completions"] = packed_completions(completions)
 
     def set_scores(self, scores: Sequence[Sequence[Any]]) -> None:
-        """scores: value, parts and error of each completion."""
-        self.scores = [Score(value, dict(parts), error) for value, parts, error in scores]
-        self.state["scores"] = [list(score) for score in scores]
+        """scores: ``Score.record`` of each completion."""
+        self.scores = [Score(*record) for record in scores]
+        self.state["scores"] = [list(record) for record in scores]
 
     def advance(self, count: int) -> None:
         """Count completions. Ends the sampling of a round that is not needed any more."""
@@ -363,7 +362,7 @@ class Collector:
             if queued.scores is None and queued.scoring is not None and queued.scoring.done():
                 scores: list[Score] = _result(queued.scoring) or []
                 if all(score.value is not None for score in scores):  # failed ones are repeated
-                    results[1] = _score_records(scores)
+                    results[1] = [score.record for score in scores]
             records, all_scores = gather_objects(self._world, results)[0]
             if records:
                 queued.set_completions(self._from_records(queued.prompts, records))
@@ -496,8 +495,8 @@ class Collector:
             else:
                 with self._world.long_phase("judging"):
                     local_scores = self._wait_for_scores(queued)
-        parts = self._gather(None if local_scores is None else _score_records(local_scores))
-        scores = [Score(value, parts, error) for part in parts for value, parts, error in part]
+        records = None if local_scores is None else [score.record for score in local_scores]
+        scores = [Score(*record) for part in self._gather(records) for record in part]
         # A server that returns text alone may return a completion without tokens, which cannot
         # become more or less likely.
         scores = [
@@ -594,7 +593,8 @@ class Collector:
                     for i, reward in zip(places, rewards, strict=True)
                 )
                 answers = tuple(sampled[i] for i in places)
-                groups.append(RolloutGroup(prompt.example, answers, shaped))
+                feedback = tuple(scored[i].feedback for i in places)
+                groups.append(RolloutGroup(prompt.example, answers, shaped, feedback=feedback))
         tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
         return groups
@@ -691,13 +691,8 @@ class Collector:
     @contextmanager
     def _at_sampling_temperature(self) -> Iterator[None]:
         """Inside the block, policy and reference have the temperature of sampling."""
-        reference, temperature = self._state.reference, self._rollout.temperature
-        tempered_reference = (
-            reference.engine.tempered(temperature)
-            if isinstance(reference, FrozenReference)
-            else nullcontext()
-        )
-        with self._state.policy.tempered(temperature), tempered_reference:
+        state, temperature = self._state, self._rollout.temperature
+        with state.policy.tempered(temperature), tempered(state.reference, temperature):
             yield
 
     def _columns(self, batch: MicroBatch, names: Sequence[str]) -> list[Tensor]:
@@ -770,6 +765,8 @@ class Collector:
         row |= {"error": score.error} if score.value is None else {"reward": score.value}
         if score.parts:
             row["parts"] = dict(score.parts)
+        if score.feedback:
+            row["feedback"] = score.feedback
         return row | {
             "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
             "completion": completion.text,
@@ -811,11 +808,6 @@ def _to_records(groups: Sequence[Sequence[Completion]]) -> list[list[list[Any]]]
     ]
 
 
-def _score_records(scores: Sequence[Score]) -> list[list[Any]]:
-    """Value, parts and error of each score, in a form that processes can exchange."""
-    return [[score.value, dict(score.parts), score.error] for score in scores]
-
-
 def _result(work: Future[Any]) -> Any:
     """The result of work that has ended; None if it failed."""
     return None if work.cancelled() or work.exception() is not None else work.result()
@@ -843,6 +835,8 @@ def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
         "lengths": [
             [len(unit.prompt_ids), *(len(answer.ids) for answer in unit.answers)] for unit in units
         ],
+        "teacher_lengths": [len(unit.teacher_ids) for unit in units],
+        "teacher_tokens": torch.tensor([i for unit in units for i in unit.teacher_ids]).long(),
         "complete": [answer.complete for answer in answers],
         "masked": [not any(answer.mask) for answer in answers],
         "tokens": torch.tensor(
@@ -891,6 +885,9 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
     masked = iter(state["masked"])
     sizes = [n for _, *lengths in state["lengths"] for n in lengths]
     columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
+    teacher_lengths = state.get("teacher_lengths") or [0] * len(state["rows"])
+    teacher_tokens = state.get("teacher_tokens", torch.zeros(0)).long()
+    teachers = iter(teacher_tokens.split(teacher_lengths))
     examples: list[TokenizedExample] = []
     for row, (_, *lengths) in zip(state["rows"], state["lengths"], strict=True):
         prompt = tuple(next(tokens).tolist())
@@ -914,6 +911,7 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
                 prompt_ids=prompt,
                 prompt_mask=(False,) * len(prompt),
                 answers=tuple(answers),
+                teacher_ids=tuple(next(teachers).tolist()),
             )
         )
     return examples

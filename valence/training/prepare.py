@@ -45,7 +45,7 @@ from valence.models.quantized import check_library
 from valence.models.shape import Shape
 from valence.reports.console import Progress
 from valence.reports.verdict import HOLD_OUT, NO_ROWS, few_rows, rows_needed
-from valence.rewards.build import check_rewards
+from valence.rewards.build import check_rewards, may_return_feedback
 from valence.targets import with_dtype
 from valence.training.optim import check_optimizer, up
 from valence.types import Content, TokenizedCompletion, TokenizedExample
@@ -688,6 +688,17 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             must_exist(named, setting)
     if prepared.has_rewards:
         check_rewards(recipe.reward)
+        has_teacher = prepared.method.online and prepared.method.loss.needs_teacher
+        needs_feedback = has_teacher and recipe.teacher.context == "feedback"
+        if needs_feedback and not may_return_feedback(recipe.reward):
+            raise UserError(
+                "the teacher reads texts of the reward, but rules and reward models return only "
+                "numbers",
+                code="setting-conflict",
+                where="teacher.context",
+                fix="set it to demonstration, or add a reward that returns text: a function, a "
+                "server or a judge",
+            )
     if training:
         check_optimizer(recipe)
         if recipe.other_text is not None:
@@ -702,6 +713,12 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             where="reference.cache",
             fix="choose a new or existing folder",
         )
+    _check_rows(prepared)
+
+
+def _check_rows(prepared: Prepared) -> None:
+    """Raise UserError for rows that the methods cannot train on."""
+    recipe = prepared.recipe
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -44,6 +45,9 @@ FIXES: dict[Exclusion, str] = {
     "truncated": "raise rollout.max_new_tokens, or set rollout.mask_truncated: false",
     "low_reward": "lower rollout.min_reward, or sample more (rollout.num_rollouts)",
     "worst": TIED[1],
+    "no_feedback": "return a text with the number in the reward, or set teacher.context: either "
+    "and a reward that differs between completions",
+    "too_long": "raise data.max_length, or return shorter texts in the reward",
 }
 """The fix for each reason, for the most frequent one."""
 
@@ -203,6 +207,7 @@ class Rounds:
             else:
                 prompts = self._next_prompts(batch_size - len(groups))
                 sampled = self._sample_groups(prompts, attempt, tally)
+            sampled = self._with_teachers(sampled)
             groups += [group for group in sampled if not (method.resamples and group.tied)]
             self._count_excluded(sampled, tally)
             is_last = attempt == rollout.max_resample
@@ -270,6 +275,30 @@ class Rounds:
         scores = collector.score(completions, tally, queued)
         return collector.group(queued.prompts, completions, scores, tally)
 
+    def _with_teachers(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Add the prompt of each completion's teacher, if the method has one."""
+        encoder, corpus = self._prepared.encoder, self._prepared.corpora["train"]
+        if encoder.teacher is None:
+            return list(groups)
+        max_length = self._prepared.recipe.data.max_length
+        with_teachers: list[RolloutGroup] = []
+        for group in groups:
+            row = corpus.examples[group.prompt.id]
+            answers = [answer.text for answer in group.answers]
+            texts = encoder.teacher.select(group.rewards, group.feedback, answers)
+            prompts = {  # several completions may have the same text
+                text: encoder.encode_teacher_prompt(row.prompt, *text)
+                for text in dict.fromkeys(texts)
+                if text is not None
+            }
+            teachers = [() if text is None else prompts[text] for text in texts]
+            fitted = tuple(
+                ids if len(ids) + len(answer.tokens) <= max_length else None
+                for ids, answer in zip(teachers, group.answers, strict=True)
+            )
+            with_teachers.append(replace(group, teachers=fitted))
+        return with_teachers
+
     def _fill_queue(self, tally: RoundTally) -> None:
         """Start to sample rounds that follow the current one, with the current weights."""
         recipe, state = self._prepared.recipe, self._state
@@ -316,11 +345,14 @@ class Rounds:
         if builder.excludes is None:
             return
         by_group = [builder.excluded([group], rollout) for group in groups]
+        excluded = Counter[str](dict.fromkeys(builder.reasons, 0))
+        for counts in by_group:
+            excluded.update(counts)
         num_unused = sum(
             counts.total() == len(group.answers)
             for group, counts in zip(groups, by_group, strict=True)
         )
-        tally.exclude(groups, sum(by_group, Counter[str]()), num_unused)
+        tally.exclude(groups, excluded, num_unused)
 
     def _has_kl_pairs(self, units: Sequence[TokenizedExample]) -> bool:
         """Whether the examples form KL pairs, if the method needs them."""

@@ -35,7 +35,7 @@ from valence.methods import Method
 from valence.models.cache import CachedReference
 from valence.models.gradients import clear
 from valence.models.policy_model import PolicyModel
-from valence.models.reference import Reference
+from valence.models.reference import Reference, tempered
 from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
 from valence.models.scores import Scorer
 from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
@@ -406,11 +406,14 @@ class Objective:
 
     @torch.no_grad()
     def _with_teacher(self, batch: MicroBatch, *, is_dummy: bool) -> MicroBatch:
-        """Return the micro-batch with the teacher's log-probabilities as a token column."""
+        """Return the micro-batch with the teacher's log-probabilities, at the temperature of the
+        policy, as a token column.
+        """
         assert batch.teacher is not None
         assert batch.teacher_rows is not None
         if self.teacher is not None:
-            logp = _logps(self.teacher, batch.teacher, is_dummy=is_dummy)
+            with tempered(self.teacher, self.policy.temperature):
+                logp = _logps(self.teacher, batch.teacher, is_dummy=is_dummy)
         else:
             trains = self.policy.training
             logp = self.policy.eval()(batch.teacher).logp  # without the dropout of an adapter

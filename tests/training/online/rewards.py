@@ -99,3 +99,18 @@ def hanging(completions: Sequence[Completion], **_: Any) -> list[float]:
         Path(os.environ["MARK"]).touch()
         threading.Event().wait(600)
     return vowels(completions)
+
+
+def explained(completions: Sequence[Completion], **_: Any) -> list[tuple[float, str]]:
+    """The share of vowels, and in words which of them are there; nothing about every third one."""
+    scores = vowels(completions)
+    texts = ["".join(sorted({*c.text} & {*"aeiou"})) or "no vowels" for c in completions]
+    return [
+        (score, "" if completion.index % 3 == 2 else f"found: {text}")
+        for score, text, completion in zip(scores, texts, completions, strict=True)
+    ]
+
+
+def names_b(completions: Sequence[Completion], **_: Any) -> list[tuple[float, str]]:
+    """No number that differs; the text names the letter that is wanted."""
+    return [(0.0, "hint b")] * len(completions)

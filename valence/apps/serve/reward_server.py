@@ -87,6 +87,10 @@ class RewardsResponse(BaseModel):
     extra_logs: dict[str, list[float]] = Field(
         description="Parts of the rewards by name, if all completions have them."
     )
+    feedback: list[str] | None = Field(
+        default=None,
+        description="Texts of the rewards about each completion, if there are any.",
+    )
 
 
 class Failed(BaseModel):
@@ -241,15 +245,21 @@ class Service:
                 f"{len(failed)} of {len(scores)} completions have no score; the first error: "
                 f"{failed[0]['error']}"
             )
-            scored = [{"index": k, "reward": value} for k, value in values.items()]
+            scored = [
+                {"index": k, "reward": value}
+                | ({"feedback": scores[k].feedback} if scores[k].feedback else {})
+                for k, value in values.items()
+            ]
             raise RequestError(500, error, details={"failed": failed, "scored": scored})
         numbers = list(values.values())
+        texts = [score.feedback for score in scores]
         first_parts = scores[0].parts if scores else {}
         names = [name for name in first_parts if all(name in s.parts for s in scores)]
         return RewardsResponse(
             rewards=numbers,
             scores=numbers,
             extra_logs={clean(name): [s.parts[name] for s in scores] for name in names},
+            feedback=texts if any(texts) else None,
         )
 
 
@@ -353,7 +363,7 @@ def _add_routes(app: "FastAPI", service: Service) -> None:
         try:
             rewards = await service.rewards(request)
             status = 200
-            return JSONResponse(rewards.model_dump())
+            return JSONResponse(rewards.model_dump(exclude_none=True))
         except RequestError as error:
             status = error.status
             raise

@@ -107,13 +107,15 @@ async def _answer(
 
 
 def _encode(score: Score) -> list[Any]:
-    """Value, parts and error as JSON."""
+    """``Score.record`` as JSON."""
     score = checked(score)
     parts = attempt(lambda: {str(name): float(value) for name, value in score.parts.items()})
     error = score.error if isinstance(score.error, str) else describe(score.error)
     if isinstance(parts, Raised):
-        return [None, {}, f"the parts of the score are not numbers: {describe_error(parts.error)}"]
-    return [None if score.value is None else float(score.value), parts, error]
+        error = f"the parts of the score are not numbers: {describe_error(parts.error)}"
+        return Score(None, error=error).record
+    value = None if score.value is None else float(score.value)
+    return Score(value, parts, error, score.feedback).record
 
 
 def _send(connection: socket.socket, reply: Mapping[str, Any]) -> None:

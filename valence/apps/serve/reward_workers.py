@@ -351,7 +351,7 @@ class WorkerPool:
             if reply["hung"]:
                 worker.kill()
             raise RewardError(reply["failed"], late=reply["late"])
-        return [Score(value, parts, error) for value, parts, error in reply["scores"]]
+        return [Score(*record) for record in reply["scores"]]
 
     async def _free_worker(self) -> Worker:
         """Reserve a worker for a call. Raises RewardError if none is free in time."""
