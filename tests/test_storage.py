@@ -277,9 +277,9 @@ def log() -> Lines:
 ALL = [answers, decisions, ab_test, pending_votes, pending_answers, scores, rows, log]
 
 
-def stores(*made_by: Callable[[], Lines]) -> pytest.MarkDecorator:
+def stores(*factories: Callable[[], Lines]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "lines", [make() for make in made_by], ids=[make.__name__ for make in made_by]
+        "lines", [make() for make in factories], ids=[make.__name__ for make in factories]
     )
 
 

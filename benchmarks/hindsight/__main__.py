@@ -140,11 +140,11 @@ class Answerer:
         return [torch.tensor(logps) for logps in self.generator.logps(pairs)]
 
 
-def judged(asked: Sequence[str], answers: Sequence[tuple[str, bool]]) -> Record:
+def judged(question_texts: Sequence[str], answers: Sequence[tuple[str, bool]]) -> Record:
     """Verdicts of the rule on answers, with the form of the answers."""
     kinds = [
         verdict(question, text, is_finished=is_finished)
-        for question, (text, is_finished) in zip(asked, answers, strict=True)
+        for question, (text, is_finished) in zip(question_texts, answers, strict=True)
     ]
     words = [text.split() for text, _ in answers]
     return {
@@ -201,15 +201,17 @@ def answer_again(
 ) -> Record:
     """The teacher's answers to rejected rows, with the complaint in its context and without."""
     rng = random.Random(0)
-    asked = [answer.question for answer in answers]
-    prompts = [user_turn(question) for question in asked]
+    question_texts = [answer.question for answer in answers]
+    prompts = [user_turn(question) for question in question_texts]
     contexts = [
         context.prompt(prompt, rng.choice(MESSAGES[answer.kind]), None)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     return {
-        "before": judged(asked, model.answers(prompts)),
-        "after": judged(asked, model.answers([c for c in contexts if isinstance(c, Chat)])),
+        "before": judged(question_texts, model.answers(prompts)),
+        "after": judged(
+            question_texts, model.answers([c for c in contexts if isinstance(c, Chat)])
+        ),
     }
 
 
@@ -223,7 +225,9 @@ def print_signal(record: Record) -> None:
         for kind in sorted(set(kinds)):
             means = {
                 name: fmean(
-                    row["mean"] for row, own in zip(record[name], kinds, strict=True) if own == kind
+                    row["mean"]
+                    for row, kind_of_row in zip(record[name], kinds, strict=True)
+                    if kind_of_row == kind
                 )
                 for name in ("true", "shuffled", "opposite")
             }
@@ -283,18 +287,18 @@ def recipe(
 def train(
     recipe_in: Callable[[Path], Record],
     rows: Sequence[Record],
-    asked: Sequence[str],
+    question_texts: Sequence[str],
     held: Sequence[LoggedAnswer],
 ) -> Record:
-    """Train on the rows, and evaluate. recipe_in: the recipe, for a folder with train.jsonl. asked,
-    held: see ``evaluate``.
+    """Train on the rows, and evaluate. recipe_in: the recipe, for a folder with train.jsonl.
+    question_texts, held: see ``evaluate``.
     """
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         start = time.monotonic()
         steps = steps_of(recipe_in(folder), rows, folder)
         seconds = time.monotonic() - start
-        after = evaluate(folder / "run" / "model", asked, held)
+        after = evaluate(folder / "run" / "model", question_texts, held)
     keys = ("loss", "signal/mean", "signal/clipped", "entropy", "logps/token", "seconds", "memory")
     return {
         "rows": len(rows),
@@ -313,14 +317,16 @@ def steps_of(settings: Record, rows: Sequence[Record], folder: Path) -> list[Rec
     return [step for step in map(json.loads, lines) if "loss" in step]
 
 
-def evaluate(model: Path, asked: Sequence[str], held: Sequence[LoggedAnswer]) -> Record:
+def evaluate(model: Path, question_texts: Sequence[str], held: Sequence[LoggedAnswer]) -> Record:
     """Verdicts on greedy answers to other questions, and the mean log-probability (nats per token)
     of logged answers to them.
     """
     answerer = Answerer(model)
     prompts = [user_turn(answer.question) for answer in held]
     logps = answerer.logps(prompts, [answer.answer for answer in held])
-    return judged(asked, answerer.answers([user_turn(question) for question in asked])) | {
+    return judged(
+        question_texts, answerer.answers([user_turn(question) for question in question_texts])
+    ) | {
         "logps": [float(logp.mean()) for logp in logps],
         "held": [answer.kind for answer in held],
     }
@@ -436,10 +442,10 @@ def look_at_training(
     setup: Setup, arms: Sequence[Arm], seeds: Sequence[int], epochs: float, split: Split
 ) -> Figures:
     limit = QUICK_ROWS if setup.quick else None
-    asked, held = questions(split)[:limit], logged_answers(split, limit)
-    settings: Record = {"look": "before", "questions": split, "count": len(asked)}
+    question_texts, held = questions(split)[:limit], logged_answers(split, limit)
+    settings: Record = {"look": "before", "questions": split, "count": len(question_texts)}
     before = setup.results.get(settings) or setup.results.add(
-        settings, evaluate(setup.model, asked, held)
+        settings, evaluate(setup.model, question_texts, held)
     )
     after: dict[Arm, list[Record]] = {}
     for seed in seeds:
@@ -448,7 +454,7 @@ def look_at_training(
             overrides = setup.overrides if is_hindsight else {}
             settings = {
                 "look": arm, "seed": seed, "rows": len(setup.answers), "rate": RATES[arm],
-                "questions": split, "count": len(asked), "epochs": epochs,
+                "questions": split, "count": len(question_texts), "epochs": epochs,
                 "template": setup.context.text("{feedback}", None) if is_hindsight else None,
                 "overrides": overrides,
             }  # fmt: skip
@@ -458,7 +464,9 @@ def look_at_training(
                     recipe, arm, setup.model, seed=seed, epochs=epochs, overrides=overrides
                 )
                 rows = training_rows(arm, setup.answers, seed)
-                record = setup.results.add(settings, train(recipe_of_seed, rows, asked, held))
+                record = setup.results.add(
+                    settings, train(recipe_of_seed, rows, question_texts, held)
+                )
             after.setdefault(arm, []).append(record)
             print(
                 f"seed {seed} {arm:12} accepted {before['accepted']:.2f} -> "

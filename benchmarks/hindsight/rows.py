@@ -47,11 +47,11 @@ def logged_answers(split: Split, limit: int | None = None) -> list[LoggedAnswer]
     """The quickstart's answers to the questions of a split, which the model sampled at temperature
     0.6, without the longest ones.
     """
-    asked = set(questions(split))
+    question_texts = set(questions(split))
     answers: list[LoggedAnswer] = []
     for row in _read("held_out.jsonl" if split == "held-out" else "feedback.jsonl"):
         question, answer = row["prompt"][-1]["content"], row["completion"][0]["content"]
-        if question in asked and len(answer.split()) <= MAX_ANSWER_WORDS:
+        if question in question_texts and len(answer.split()) <= MAX_ANSWER_WORDS:
             answers.append(LoggedAnswer(question, answer, verdict(question, answer)))
     random.Random(0).shuffle(answers)
     return answers[:limit]

@@ -72,9 +72,11 @@ def test_personal_data_is_searched_in_all_texts_of_a_row() -> None:
         {"prompt": "q", "completion": f"{mail} {mail}", "feedback": mail},
         {"prompt": "q", "completion": mail, "id": mail},
     )
-    found = personal_data(rows)
-    assert found[0] == PersonalData("e-mail address", "completion", 2, ("f.jsonl:4", "f.jsonl:5"))
-    assert {(item.part, item.count) for item in found[1:]} == {
+    findings = personal_data(rows)
+    assert findings[0] == PersonalData(
+        "e-mail address", "completion", 2, ("f.jsonl:4", "f.jsonl:5")
+    )
+    assert {(item.part, item.count) for item in findings[1:]} == {
         ("prompt", 1),
         ("messages", 1),
         ("chosen", 1),

@@ -38,8 +38,8 @@ def test_the_feedback_ends_the_last_user_turn_and_the_completion_stays(template:
     assert changed == text(teacher(template), unit.prompt_ids).replace(
         "Is it wet?", "Is it wet?\n\nThe user wrote: too short"
     )
-    asked = chat("hello", "hello world", "Is it wet?\n\nThe user wrote: too short")
-    assert unit.teacher_ids == teacher(template).encode_prompt(asked)
+    with_feedback = chat("hello", "hello world", "Is it wet?\n\nThe user wrote: too short")
+    assert unit.teacher_ids == teacher(template).encode_prompt(with_feedback)
 
 
 def test_a_turn_of_tools_and_a_turn_of_parts() -> None:
@@ -75,7 +75,7 @@ def test_the_default_says_how_the_user_rated() -> None:
     assert with_braces.count("{feedback} {x}") == 1
 
 
-def test_a_row_that_is_too_long_only_with_its_feedback_says_so() -> None:
+def test_a_row_that_is_too_long_only_with_its_feedback() -> None:
     unit = encoded(teacher(), row())
     longest = len(unit.teacher_ids) + len(unit.answers[0].ids)
     encoded(teacher(max_length=longest), row())
@@ -160,3 +160,22 @@ def test_a_demonstration_in_the_column_of_feedback() -> None:
     rows = [{"prompt": "a", "completion": "b", "good": "c"}]
     loaded = load([InMemory(rows, keys={"feedback": "good"})], "feedback")
     assert [e.feedback for e in loaded.examples] == ["c"]  # type: ignore[union-attr]
+
+
+def test_scored_rows_with_tokens_and_the_text_of_a_reward() -> None:
+    """As `valence score` writes them."""
+    row = {
+        "prompt": "a",
+        "completion": "b",
+        "prompt_ids": [1, 2],
+        "completion_ids": [3],
+        "logps": [-1.0],
+        "sampled": {"temperature": 1.0},
+        "score": 0.5,
+        "feedback": "no",
+        "stop": "eos",
+    }
+    [example] = load([InMemory([row])], "feedback").examples
+    assert isinstance(example, Judgement)
+    assert (example.feedback, example.score, example.completion) == ("no", 0.5, Ids((3,)))
+    assert load([InMemory([row])], "scored").files[0].format == "scored_ids"

@@ -136,8 +136,8 @@ def test_sampled_answers_that_change_their_length(
     run: RunRecord, after: str, is_drift: bool
 ) -> None:
     samples = tuple({"prompt": str(i), "before": "b" * 100, "after": after} for i in range(4))
-    found = diagnose(replace(run, samples=samples))
-    assert [diagnosis.name for diagnosis in found] == (["length drift"] if is_drift else [])
+    findings = diagnose(replace(run, samples=samples))
+    assert [diagnosis.name for diagnosis in findings] == (["length drift"] if is_drift else [])
     assert diagnose(replace(run, samples=samples[:3])) == []
 
 
@@ -177,14 +177,14 @@ def test_a_resumed_detector_reports_what_an_undisturbed_one_does() -> None:
     def change(step: int) -> Json:
         return record(step) | {"entropy": 1.4 - step / 60}
 
-    whole, resumed = (CollapseDetector(Advice("hindsight", teacher="live")) for _ in range(2))
-    found = [whole.observe(change(step)) for step in range(61)]
-    assert sum(map(len, found)) == 1
+    undisturbed, resumed = (CollapseDetector(Advice("hindsight", teacher="live")) for _ in range(2))
+    findings = [undisturbed.observe(change(step)) for step in range(61)]
+    assert sum(map(len, findings)) == 1
     for step in range(61):
         state = json.loads(json.dumps(resumed.state_dict()))
         resumed = CollapseDetector(Advice("hindsight", teacher="live"))
         resumed.load_state_dict(state)
-        assert resumed.observe(change(step)) == found[step]
+        assert resumed.observe(change(step)) == findings[step]
 
 
 def test_labels_are_no_measure_of_a_signal(run: RunRecord) -> None:

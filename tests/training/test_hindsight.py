@@ -79,7 +79,7 @@ def test_the_moving_average_follows_the_policy(tmp_path: Path) -> None:
 def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path, kind: str) -> None:
     rows = written(tmp_path / "feedback.jsonl", ROWS)
     runs: list[Trainer] = []
-    for name in ("whole", "killed"):
+    for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
         settings = recipe(folder, tmp_path / name, model={"lora": {"rank": 2}})
         settings |= {"method": "hindsight", "teacher": {"weights": kind}}
@@ -90,9 +90,9 @@ def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path, k
         if name == "killed":
             killed(settings, 5)
         runs.append(train(settings)[0])
-    whole, resumed = runs
-    assert whole.step == resumed.step == 9
-    for name, p in weights(whole).items():
+    undisturbed, resumed = runs
+    assert undisturbed.step == resumed.step == 9
+    for name, p in weights(undisturbed).items():
         assert torch.equal(p, weights(resumed)[name]), name
     if kind == "ema":
         one, other = (run.state.moving_teacher for run in runs)
@@ -100,7 +100,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path, k
         assert other is not None
         for name, p in one.weights.items():
             assert torch.equal(p, other.weights[name]), name
-    assert records(whole.directory) == records(resumed.directory)
+    assert records(undisturbed.directory) == records(resumed.directory)
 
 
 def test_the_teacher_reads_cached_values(tmp_path: Path) -> None:

@@ -234,8 +234,8 @@ def language_of(text: str) -> str:
         language: sum(words[word] for word in frequent.split())
         for language, frequent in LANGUAGES.items()
     })  # fmt: skip
-    (first, most), (_, second) = hits.most_common(2)
-    return first if most >= 2 and most > second else ""
+    (first, num_hits), (_, second) = hits.most_common(2)
+    return first if num_hits >= 2 and num_hits > second else ""
 
 
 def _quotes(rows: Sequence[RowTexts]) -> list[tuple[RowTexts, RowTexts]]:

@@ -597,8 +597,8 @@ def read_example(
         and not (part == "score" and has_failed(value, columns))
     }
     if "feedback" in missing or ("label" in missing and _has_feedback(value)):
-        what = "feedback" if "feedback" in missing else "label"
-        raise UserError(f"the row has no {what}", code=UNRATED, fix=f"add {what}")
+        part = "feedback" if "feedback" in missing else "label"
+        raise UserError(f"the row has no {part}", code=UNRATED, fix=f"add {part}")
     if missing:
         raise _missing_columns(
             name,

@@ -419,7 +419,7 @@ LENGTH_DRIFT, MIN_SAMPLES = 1.5, 4
 below which it is noise.
 """
 
-MOST = 0.5
+LARGE_SHARE = 0.5
 """Share of rows with a weak signal at which most of the feedback teaches nothing."""
 
 RARER = 0.1
@@ -733,7 +733,7 @@ def _weak_signal(run: RunRecord) -> Iterable[Diagnosis]:
         return
     signals = [signal for row in run.first["rows"] if (signal := value(row)) is not None]
     share = mean(map(is_weak, signals))
-    if share is not None and len(signals) >= MIN_ROWS and share >= MOST:
+    if share is not None and len(signals) >= MIN_ROWS and share >= LARGE_SHARE:
         yield Diagnosis(
             "weak signal",
             f"The feedback of {share:.0%} of the held-out rows says almost nothing about the "

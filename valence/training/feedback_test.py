@@ -33,8 +33,8 @@ class FeedbackTest:
     """
 
     rows: int
-    own: float
-    others: float
+    signal: float
+    shuffled_signal: float
     p: float
 
     @property
@@ -43,8 +43,9 @@ class FeedbackTest:
 
     def __str__(self) -> str:
         numbers = (
-            f"the signal of the feedback is {self.own:+.3f} nats per token, and {self.others:+.3f} "
-            f"with the feedback of other rows ({self.rows} rows, p = {self.p:.2g})"
+            f"the signal of the feedback is {self.signal:+.3f} nats per token, and "
+            f"{self.shuffled_signal:+.3f} with the feedback of other rows ({self.rows} rows, "
+            f"p = {self.p:.2g})"
         )
         if self.is_used:
             return f"this model uses the feedback: {numbers}"
@@ -64,10 +65,10 @@ def feedback_test(objective: Objective, prepared: Prepared, corpus: Corpus) -> F
     encoder = prepared.encoder_for(objective.method)
     units: list[list[TokenizedExample]] = [[] for _ in range(1 + NUM_SHUFFLES)]
     order = canonical_order(corpus.units, prepared.recipe.train.seed, 0)
-    own = [corpus.units[i] for i in order[:MAX_ROWS]]
-    examples = [corpus.examples[unit.id] for unit in own]
+    units_of_rows = [corpus.units[i] for i in order[:MAX_ROWS]]
+    examples = [corpus.examples[unit.id] for unit in units_of_rows]
     texts = [example.feedback if isinstance(example, Judgement) else "" for example in examples]
-    for i, (unit, example) in enumerate(zip(own, examples, strict=True)):
+    for i, (unit, example) in enumerate(zip(units_of_rows, examples, strict=True)):
         others = [*texts[i + 1 :], *texts[:i]]
         others = [text for text in dict.fromkeys(others) if text != texts[i]][:NUM_SHUFFLES]
         row = [encoder.encode(replace(example, feedback=text)) for text in others]
