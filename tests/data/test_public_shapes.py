@@ -24,12 +24,14 @@ from valence.types import (
     Chat,
     Demonstration,
     Example,
+    Ids,
     Judgement,
     Kind,
     Origin,
     Preference,
     Prompt,
     Ranking,
+    Sampled,
 )
 
 HERE = Origin("", 0)
@@ -314,7 +316,10 @@ SHAPES_READ = [
     # What the reader of an answer wrote
     Shape("a table of answers with comments", "feedback", {
         "question": "Is it wet?", "response": "Yes.", "comment": "Too short.", "rating": 2,
-    }, judged(feedback="Too short.")),
+    }, judged(score=2.0, feedback="Too short.")),
+    Shape("scored answers of `valence score`", "feedback", {
+        "prompt_ids": [1], "completion_ids": [2], "score": 0.5, "feedback": "Too short.",
+    }, judged(Ids((1,)), Ids((2,), Sampled(())), score=0.5, feedback="Too short.")),
     Shape("a chat log with the next message of the user", "feedback", {
         "messages": [ASK, YES], "follow_up": "No, in French.",
     }, judged(chat(ASK), chat(YES), feedback="No, in French.")),

@@ -119,7 +119,7 @@ def printed(summary: ImportSummary) -> str:
 def test_the_summary_explains_the_files_and_names_those_with_few_rows() -> None:
     shown = printed(do_import(*EVERY_KIND))
     for kind, method in METHOD_FOR.items():
-        if kind not in ("ranking", "prompt"):
+        if kind not in ("ranking", "prompt", "feedback"):
             assert f"{WORDS[kind]}, for {method}" in shown
     for path, needed in {"feedback": rows_needed(0.5), "feedback.pairs": rows_needed(None)}.items():
         assert re.search(rf"^{path}\.jsonl: 2 .* {needed} ", shown, re.MULTILINE)

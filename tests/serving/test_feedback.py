@@ -329,9 +329,9 @@ def test_rows_that_cannot_be_written_are_reported_and_written_later(
     (answer,) = answers(store, 1)
     make_rows = feedback.make_rows
 
-    def fill(*arguments: Any) -> Any:
+    def fill(*arguments: Any, **options: Any) -> Any:
         disk.is_full = not errors
-        return make_rows(*arguments)
+        return make_rows(*arguments, **options)
 
     monkeypatch.setattr(feedback, "make_rows", fill)
     store.rate(answer, "anna", label=True)
