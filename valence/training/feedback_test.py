@@ -19,9 +19,9 @@ from valence.training.prepare import Corpus, Prepared
 from valence.training.step import Objective
 from valence.types import Judgement, TokenizedExample
 
-MAX_ROWS = 48
+MAX_ROWS = 32
 MIN_ROWS = 8
-NUM_SHUFFLES = 2
+NUM_SHUFFLES = 1
 NUM_PERMUTATIONS = 10_000
 LEVEL = 0.05
 
