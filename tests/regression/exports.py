@@ -88,19 +88,19 @@ def _real(tool: str, *files: str, name: str = "") -> Export:
 
 
 def _gradio() -> Rows:
-    (rows,) = _tested(test_gradio)
+    rows, *_ = _tested(test_gradio)
     return [test_gradio.HEADER, *rows]
 
 
 def _librechat() -> Rows:
-    (changes,) = _tested(test_librechat, "changes")
+    changes, *_ = _tested(test_librechat, "changes")
     answers = [test_librechat.rated(**item) for item in changes]
     named = [answer | {"messageId": f"m2-{i}"} for i, answer in enumerate(answers)]
     return [test_librechat.QUESTION, *named]
 
 
 def _chat_ui() -> Rows:
-    (conversations,) = _tested(test_chat_ui, "messages")
+    conversations, *_ = _tested(test_chat_ui, "messages")
     return [{"title": f"title {i}", "messages": item} for i, item in enumerate(conversations)]
 
 
@@ -152,7 +152,7 @@ def _helicone() -> Rows:
 
 
 def _bedrock() -> Rows:
-    (results,) = _tested(test_bedrock, "results")
+    results, *_ = _tested(test_bedrock, "results")
     return [test_bedrock.evaluated(item, prompt=f"Hi {i}") for i, item in enumerate(results)]
 
 

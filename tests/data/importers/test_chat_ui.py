@@ -129,7 +129,7 @@ YO, BYE = turn("assistant", "Yo"), turn("user", "Bye")
 
 
 @pytest.mark.parametrize(
-    ("messages", "expected"),
+    ("turns", "expected"),
     [
         pytest.param([HI, turn("assistant", "Yo", 1), BYE], [("Yo", True, "Bye")], id="rated"),
         pytest.param([HI, YO, BYE, YO], [("Yo", None, "Bye")], id="unrated"),
@@ -141,9 +141,9 @@ YO, BYE = turn("assistant", "Yo"), turn("user", "Bye")
     ],
 )
 def test_the_next_message_is_the_follow_up_where_no_other_branch_is(
-    tmp_path: Path, messages: list[dict[str, Any]], expected: list[Any]
+    tmp_path: Path, turns: list[dict[str, Any]], expected: list[Any]
 ) -> None:
-    path = write_parquet(tmp_path / "chats.parquet", messages)
+    path = write_parquet(tmp_path / "chats.parquet", turns)
     records = read([path], ReadOptions(includes_unlabelled=True))
     assert [
         (r.completion["content"], r.label, r.follow_up) if isinstance(r, Vote) else r.reason
