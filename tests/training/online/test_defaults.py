@@ -21,7 +21,7 @@ from valence.models.reference import AdapterDisabledReference, FrozenReference
 from valence.rollouts import HFGenerator
 from valence.types import Completion, Origin, TokenizedExample
 
-POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].is_on_policy]
+POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].loss.advantage is not None]
 
 
 @pytest.fixture
