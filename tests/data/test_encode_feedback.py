@@ -47,7 +47,7 @@ def test_a_turn_of_tools_and_a_turn_of_parts() -> None:
     prompt = Chat((turn("user", "When?"), called, turn("tool", "12:00")))
     unit = encoded(teacher(CHATML_TOOLS), row(prompt, "Noon."))
     assert "When?\n\nThe user wrote: too short" in text(teacher(), unit.teacher_ids)
-    parts = Chat((turn("user", [{"type": "text", "text": "Is it wet?"}]),))  # type: ignore[arg-type]
+    parts = Chat(({"role": "user", "content": [{"type": "text", "text": "Is it wet?"}]},))
     last = CONTEXT.prompt(parts, "too short", None)
     assert isinstance(last, Chat)
     assert last.messages[-1]["content"][-1] == {
@@ -135,7 +135,8 @@ ROWS: list[dict[str, Any]] = [
 
 def test_one_file_serves_methods_for_feedback_and_for_labels() -> None:
     loaded = load([InMemory(ROWS)], "feedback")
-    assert [(e.prompt, e.feedback, e.label) for e in loaded.examples] == [  # type: ignore[union-attr]
+    judgements = [e for e in loaded.examples if isinstance(e, Judgement)]
+    assert [(e.prompt, e.feedback, e.label) for e in judgements] == [
         ("c", "too long", None),
         ("e", "no", False),
         ("g", "in French", None),
@@ -159,7 +160,9 @@ def test_rows_without_any_feedback_are_an_error() -> None:
 def test_a_demonstration_in_the_column_of_feedback() -> None:
     rows = [{"prompt": "a", "completion": "b", "good": "c"}]
     loaded = load([InMemory(rows, keys={"feedback": "good"})], "feedback")
-    assert [e.feedback for e in loaded.examples] == ["c"]  # type: ignore[union-attr]
+    [example] = loaded.examples
+    assert isinstance(example, Judgement)
+    assert example.feedback == "c"
 
 
 def test_scored_rows_with_tokens_and_the_text_of_a_reward() -> None:

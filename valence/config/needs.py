@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from valence.config.schema import Recipe
@@ -23,16 +24,30 @@ def methods_in(recipe: Recipe) -> list[Method]:
     return [method_in(recipe), *(method_of(part.method) for part in recipe.mix)]
 
 
-def has_initial_teacher(recipe: Recipe) -> bool:
+def has_teacher(methods: Iterable[Method]) -> bool:
+    """Whether one of the methods has a teacher."""
+    return any(method.loss.needs_teacher for method in methods)
+
+
+def has_initial_teacher(recipe: Recipe, methods: Iterable[Method]) -> bool:
     """Whether the teacher of a run has the weights before training, as the reference has."""
-    needs_teacher = any(method.loss.needs_teacher for method in methods_in(recipe))
-    return needs_teacher and recipe.teacher.weights == "initial"
+    return recipe.teacher.weights == "initial" and has_teacher(methods)
+
+
+def other_text(recipe: Recipe) -> str | None:
+    """``eval.other_text`` without its automatic value; None: off."""
+    value = recipe.eval.other_text
+    if value == "auto":
+        return "shipped" if has_teacher(methods_in(recipe)) else None
+    return None if value == "off" else value
 
 
 def reads_reference(recipe: Recipe) -> bool:
     """Whether a run of this recipe needs a reference, which may be its teacher."""
     method, *mixed = methods_in(recipe)
-    if has_initial_teacher(recipe) or any(other.needs_reference for other in mixed):
+    if has_initial_teacher(recipe, [method, *mixed]) or any(
+        other.needs_reference for other in mixed
+    ):
         return True
     if not method.online:
         return method.needs_reference

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from valence.config.needs import has_initial_teacher, has_teacher, other_text
 from valence.config.schema import Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
@@ -59,11 +60,11 @@ class Case:
 
     @property
     def has_teacher(self) -> bool:
-        return any(method.loss.needs_teacher for method in self.methods)
+        return has_teacher(self.methods)
 
     @property
     def has_initial_teacher(self) -> bool:
-        return self.has_teacher and self.recipe.teacher.weights == "initial"
+        return has_initial_teacher(self.recipe, self.methods)
 
     @property
     def reads_no_reference(self) -> bool:
@@ -340,7 +341,7 @@ def _eval(c: Case) -> Iterator[Issue]:
         )
     if c.method.online:
         yield no_effect("eval.train_examples", why="the training rows are prompts")
-    if c.method.is_reward_model and c.recipe.other_text is not None:
+    if c.method.is_reward_model and other_text(c.recipe) is not None:
         yield conflict(
             "eval.other_text",
             f"a reward model ({c.method.name}) does not predict text",

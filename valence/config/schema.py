@@ -1330,14 +1330,6 @@ class Recipe(Section):
         return self.model.lora is not None or self.model.adapter is not None
 
     @property
-    def other_text(self) -> str | None:
-        """eval.other_text without its automatic value; None: off."""
-        chosen, methods = self.eval.other_text, {self.method, *(part.method for part in self.mix)}
-        if chosen == "auto":
-            return "shipped" if "hindsight" in methods else None
-        return None if chosen == "off" else chosen
-
-    @property
     def measures_kl(self) -> bool:
         """Whether the KL divergence from the reference is logged although the loss does not read
         the reference. rollout.measure_kl: auto logs it if that needs no second model, or if a

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
-from valence.config.needs import method_in, reads_reference
+from valence.config.needs import method_in, other_text, reads_reference
 from valence.config.schema import Data, ListName, Recipe
 from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
@@ -701,8 +701,8 @@ def _check(prepared: Prepared, *, training: bool) -> None:
             )
     if training:
         check_optimizer(recipe)
-        if recipe.other_text is not None:
-            read_texts(recipe.other_text)
+        if (path := other_text(recipe)) is not None:
+            read_texts(path)
     if recipe.model.quantize:
         check_library()
     cache = recipe.reference.cache

@@ -38,6 +38,7 @@ from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, tempered
 from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
 from valence.models.scores import Scorer
+from valence.rollouts.hf import evaluating
 from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
 
 Progress = Callable[[MicroBatch | None], None]
@@ -415,9 +416,8 @@ class Objective:
             with tempered(self.teacher, self.policy.temperature):
                 logp = _logps(self.teacher, batch.teacher, is_dummy=is_dummy)
         else:
-            trains = self.policy.training
-            logp = self.policy.eval()(batch.teacher).logp  # without the dropout of an adapter
-            self.policy.train(trains)
+            with evaluating(self.policy):  # without the dropout of an adapter
+                logp = self.policy(batch.teacher).logp
         columns = {**batch.token_columns, "teacher": logp[batch.teacher_rows]}
         return replace(batch, token_columns=columns)
 
@@ -428,19 +428,16 @@ class Objective:
 
         All processes of the group call it.
         """
-        policy, local_signals = self.policy.eval(), list[tuple[list[int], list[float]]]()
-        try:
-            rounds = self.rounds(self.divide(examples))
-            for batch, is_dummy in rounds:
-                with rounds.running():
-                    batch = self._with_teacher(batch, is_dummy=is_dummy)
-                    logps = policy(batch).logp[batch.scored]
-                if not is_dummy:
-                    units = batch.unit[batch.sequence_ids[batch.scored]]
-                    values = batch.token_columns["teacher"] - logps
-                    local_signals.append((units.tolist(), values.tolist()))
-        finally:
-            policy.train()
+        local_signals: list[tuple[list[int], list[float]]] = []
+        rounds = self.rounds(self.divide(examples))
+        for batch, is_dummy in rounds:
+            with rounds.running(), evaluating(self.policy):
+                batch = self._with_teacher(batch, is_dummy=is_dummy)
+                logps = self.policy(batch).logp[batch.scored]
+            if not is_dummy:
+                units = batch.unit[batch.sequence_ids[batch.scored]]
+                values = batch.token_columns["teacher"] - logps
+                local_signals.append((units.tolist(), values.tolist()))
         signals: list[list[float]] = [[] for _ in examples]
         for batches in gather_objects(self.group, local_signals):
             for units, values in batches:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from valence.config.needs import other_text
 from valence.data.encode import Encoder
 from valence.distributed.process_group import gather_objects, run_on_first_rank
 from valence.errors import UserError
@@ -125,7 +126,7 @@ def losses_before_training(trainer: Trainer) -> TextLosses | None:
 
     None if they are not to be measured, or unknown.
     """
-    path, folder = trainer.recipe.other_text, trainer.folder
+    path, folder = other_text(trainer.recipe), trainer.folder
     if path is None or folder is None:
         return None
     if trainer.step == 0:
@@ -150,7 +151,7 @@ def _read_losses(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
 def record_forgetting(trainer: Trainer, folder: RunFolder, before: TextLosses | None) -> None:
     """Record how the losses have changed since before training in run.json."""
     result = None
-    if before is not None and (path := trainer.recipe.other_text) is not None:
+    if before is not None and (path := other_text(trainer.recipe)) is not None:
         try:
             result = measure_forgetting(before, text_losses(trainer, read_texts(path))).to_dict()
         except UserError as error:  # the run is trained: its model must be written
