@@ -152,7 +152,10 @@ def _nearest(path: Key, names: Sequence[str], loss_names: Collection[str]) -> st
         elsewhere = [f"loss.{name}", *elsewhere]
     known = _also_called(name)
     siblings = [n for n in names if set(name.lower().split("_")) < set(n.split("_"))]
-    near = [*known, *(dotted((*path[:-1], n)) for n in siblings), *elsewhere] or [
+    # a slip of a letter is likelier than another section, and that likelier than another word
+    slips = [n for n in get_close_matches(name.lower(), names, 1, 0.9) if n not in siblings]
+    here = [dotted((*path[:-1], n)) for n in (*siblings, *slips)]
+    near = [*known, *here, *elsewhere] or [
         dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
     ]
     hint = f"did you mean {' or '.join(near[:2])}? " if near else ""

@@ -194,9 +194,8 @@ GUIDE: dict[str, Guide] = {
     "hindsight": Guide(
         "Completions with comments, corrections or the user's next message, without labels; or a "
         "reward that says in words what is wrong. It works only if the model itself answers "
-        "differently when it has read the feedback: the test before training says whether it does. "
-        "Complaints about form (length, language, format) are easier to use than complaints about "
-        "facts.",
+        "differently when it has read the feedback: the test before training says whether it does, "
+        "and small models often do not.",
         "The loss says little. `signal/mean` is the mean difference between the log-probabilities "
         "of teacher and policy (nats per token): below 0 where feedback complains. It moves "
         "towards 0 with `teacher.weights: initial`. `signal/clipped` should be near 0. A falling "
