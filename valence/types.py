@@ -438,7 +438,8 @@ class PolicyOutput:
     Only on request: ``entropy[T]`` (nats). ``sum_sq[T]``: sum over the vocabulary of the squared
     probabilities. ``value[T]``: the value head's estimate of the return at the state before the
     token. ``router_aux_loss``: scalar load-balancing loss of a mixture of experts, over the tokens
-    of the sequences with gradient.
+    of the sequences with gradient. ``divergence[T]``: that of teacher and policy, and
+    ``teacher[T]``: log-probabilities of the teacher (nats); with them, ``logp`` has no gradient.
     """
 
     logp: Tensor
@@ -447,6 +448,8 @@ class PolicyOutput:
     score: Tensor | None = None
     value: Tensor | None = None
     router_aux_loss: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

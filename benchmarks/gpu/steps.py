@@ -27,6 +27,7 @@ from valence.models.build import build_policy
 from valence.models.checkpointing import Checkpointing
 from valence.models.compiling import compile_layers, why_not
 from valence.models.digest import Digests
+from valence.models.divergence import Distributions
 from valence.models.gradients import clear
 from valence.models.head import Head
 from valence.models.memory import predict
@@ -111,6 +112,9 @@ class ConstantReference:
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         return torch.where(batch.loss_mask, -math.log(self.vocabulary), 0.0)
+
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        raise NotImplementedError("its distributions have no logits")
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:

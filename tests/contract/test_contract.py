@@ -65,6 +65,10 @@ CASES = [(name, {}) for name in ROWS] + [
 CASES += [
     ("dpo", {"nll_weight": 1.0, "nll_average": "sequence"}),
     ("dpo", {"f_divergence": "forward_kl", "humanline": (-1.0, 0.3)}),
+    ("distill", {"target": "token"}),
+    ("distill", {"beta": 0.3}),
+    ("distill", {"beta": 0.0, "top_k": 7}),
+    ("hindsight", {"target": "distribution"}),
 ]
 NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
@@ -75,6 +79,8 @@ ADVANTAGE_CASES = [
 ]
 EVERY = {"correction": 1.1, "kl_weight": 0.5}
 ADVANTAGE_NAMES = [" ".join([name, *settings]) for name, settings in ADVANTAGE_CASES]
+OF_TOKENS = {"target": "token"}
+"""What makes a loss with a teacher read only the log-probabilities of sampled tokens."""
 models_of = cache(models_for)
 valued = cache(policy_with_values)
 """Nothing here changes a weight, and making a model takes longer than asking it."""
@@ -241,7 +247,8 @@ def test_a_teacher_that_is_the_policy_and_reads_the_same_prompt_has_no_signal(na
     rows = [replace(row, teacher_ids=row.prompt_ids) for row in units_for(name)]
     outcome, numbers, grad = gradient(objective(name, policy, None), rows)
     assert float(outcome.loss) == float(grad.norm()) == numbers["signal/size"] == 0
-    _, numbers, grad = gradient(objective(name, policy, None), units_for(name))
+    rows = [replace(row, teacher_ids=(5, *row.prompt_ids)) for row in rows]
+    _, numbers, grad = gradient(objective(name, policy, None), rows)
     assert numbers["signal/size"] > 0.01
     assert grad.norm() > 1e-4
 
@@ -255,9 +262,10 @@ def test_sampled_answers_with_a_teacher_do_not_depend_on_micro_batches_or_order(
         (answer,) = row.answers
         old = tuple(-4.5 + draw.gauss(0, 0.5) for _ in answer.ids)
         rows.append(replace(row, answers=(replace(answer, columns=(("old", old),)),)))
-    same_however_cut(name, {}, models_of(name), rows, (ONE_ROW, SEVERAL))
-    _, _, grad = gradient(objective(name, *models_of(name)), rows)
-    assert (grad - plain_gradient(name)).norm() > 1e-2 * grad.norm()
+    same_however_cut(name, OF_TOKENS, models_of(name), rows, (ONE_ROW, SEVERAL))
+    actual = objective(name, *models_of(name), **OF_TOKENS)
+    grad, plain = (gradient(actual, of)[2] for of in (rows, units_for(name)))
+    assert (grad - plain).norm() > 1e-2 * grad.norm()
 
 
 @cache
@@ -298,7 +306,8 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     log-probability.
     """
     policy, reference = models_of(name)
-    actual = objective(name, policy, reference)
+    settings = OF_TOKENS if LOSSES[name].needs_teacher else {}
+    actual = objective(name, policy, reference, **settings)
     loss = actual.method.loss
     rows = [
         replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0

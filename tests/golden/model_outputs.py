@@ -33,11 +33,15 @@ STEP = 1e-4
 """Distance of the weights at which a loss is computed for its derivative."""
 
 
+Logps = tuple[tuple[float, ...], ...]
+
+
 @dataclass(frozen=True)
 class ModelOutputs:
     """Of each token that is read: its log-probability under policy, reference and teacher (the
     reference after the prompt of the teacher), the policy's log sum_v p_v^2, and what its value
-    head says before it. Of the answer: what a reward model scores
+    head says before it; and the log-probabilities of the entire vocabulary in its place, under
+    policy and teacher. Of the answer: what a reward model scores
     each attribute with, and its thresholds.
     """
 
@@ -48,6 +52,8 @@ class ModelOutputs:
     score: tuple[float, ...] = ()
     thresholds: tuple[float, ...] = ()
     teacher: tuple[float, ...] = ()
+    all_logps: Logps = ()
+    all_teacher_logps: Logps = ()
 
     @property
     def n(self) -> int:
@@ -160,10 +166,7 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[ModelOutputs]]:
     models(of).move(distance)
     results = [
         [
-            replace(
-                say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of),
-                teacher=_teacher(row.teacher_ids, a) if row.teacher_ids else (),
-            )
+            _with_teacher(say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of), row, a, of)
             for a in row.answers
         ]
         for row in rows(kind)
@@ -187,11 +190,27 @@ def _outputs(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> ModelOutpu
     logp, ref = (tuple(result[t - 1][ids[t]] for t in read) for result in (ours, theirs))
     values = _values(both.policy, ids) if of == "values" else []
     spread = tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read)
-    return ModelOutputs(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
+    return ModelOutputs(
+        logp,
+        ref,
+        spread,
+        tuple(values[t - 1] for t in read) if values else (),
+        all_logps=tuple(tuple(ours[t - 1]) for t in read),
+        all_teacher_logps=tuple(tuple(theirs[t - 1]) for t in read),
+    )
 
 
-def _teacher(prompt: tuple[int, ...], answer: TokenizedCompletion) -> tuple[float, ...]:
-    return _outputs(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens").ref
+def _with_teacher(
+    outputs: ModelOutputs, row: TokenizedExample, answer: TokenizedCompletion, of: Of
+) -> ModelOutputs:
+    """The teacher is the reference, which reads the prompt of the teacher if there is one."""
+    if of != "tokens":
+        return outputs
+    if not row.teacher_ids:
+        return replace(outputs, teacher=outputs.ref)
+    mask = (False,) * len(row.teacher_ids) + answer.mask
+    read = _outputs(row.teacher_ids + answer.ids, mask, "tokens")
+    return replace(outputs, teacher=read.ref, all_teacher_logps=read.all_teacher_logps)
 
 
 def _head(policy: PolicyModel) -> torch.nn.Linear:

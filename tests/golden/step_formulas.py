@@ -249,16 +249,43 @@ def dft(step: Step) -> float:
     return -sum(row.weight * x for row, x in zip(step.rows, results, strict=True)) / tokens
 
 
-def hindsight(step: Step) -> float:
-    """The signal and its weight are numbers, not differentiated."""
-    result = 0.0
+def from_teacher(step: Step) -> float:
+    """Of the sampled tokens, the signal and its weight are numbers, not differentiated."""
+    result = tokens = 0.0
+    is_by_answer = step.name == "hindsight"
     for row, (held,), (message,) in zip(step.rows, step.held, step.now, strict=True):
+        tokens += message.n
+        if step.settings["target"] == "distribution":
+            divergences = [
+                divergence_of_lists(t, x, step.settings["beta"], step.settings["top_k"])
+                for t, x in zip(message.all_teacher_logps, message.all_logps, strict=True)
+            ]
+            result += row.weight * sum(divergences) / (message.n if is_by_answer else 1)
+            continue
         signals = [
             min(max(t - x, -step.settings["clip"]), step.settings["clip"])
             for t, x in zip(held.teacher, held.logp, strict=True)
         ]
-        result -= row.weight * dot(signals, message.logp) / message.n
-    return result / len(step.rows)
+        result -= row.weight * dot(signals, message.logp) / (message.n if is_by_answer else 1)
+    return result / (len(step.rows) if is_by_answer else tokens)
+
+
+def divergence_of_lists(
+    teacher: Sequence[float], policy: Sequence[float], beta: float, top_k: int | None
+) -> float:
+    """Of two lists of log-probabilities, by the definition of the Kullback-Leibler divergence."""
+    p, q = ([math.exp(x) for x in logps] for logps in (teacher, policy))
+    if top_k is not None:
+        best = sorted(range(len(p)), key=lambda v: -p[v])[:top_k]
+        p, q = ([x[v] for v in best] + [1 - sum(x[v] for v in best)] for x in (p, q))
+    m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
+
+    def kl(a: Sequence[float], b: Sequence[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    if beta in (0, 1):
+        return kl(q, p) if beta else kl(p, q)
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
 
 @dataclass(frozen=True)
@@ -507,6 +534,7 @@ IDLE = {
 """Settings of modifiers as they are by themselves."""
 CLIP = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 BETA = {"beta": 0.1}
+OF_TEACHER: dict[str, Any] = {"clip": 5.0, "max_ratio": 2.0, "beta": 1.0, "top_k": None}
 STEP_FORMULAS: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "kto": (
         mean_of_answers(kto_formula),
@@ -535,7 +563,8 @@ STEP_FORMULAS: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "aot": (aot, BETA),
     "sft": (sft, {}),
     "dft": (dft, {}),
-    "hindsight": (hindsight, {"clip": 5.0, "max_ratio": 2.0}),
+    "hindsight": (from_teacher, OF_TEACHER | {"target": "token"}),
+    "distill": (from_teacher, OF_TEACHER | {"target": "distribution"}),
     "grpo": (policy(of_token(ppo_formula), within_group, "answers"), CLIP),
     "dr_grpo": (
         policy(of_token(ppo_formula), above_group, "constant"),

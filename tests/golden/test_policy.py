@@ -19,7 +19,7 @@ from valence.losses.advantage import (
     whiten,
     within_group,
 )
-from valence.losses.distillation import hindsight
+from valence.losses.distillation import from_teacher
 from valence.losses.imitation import dft, sft
 from valence.losses.policy import cispo, gspo, k1, k2, k3, ppo_clip, reinforce, rloo
 
@@ -115,19 +115,19 @@ def test_dft() -> None:
     assert logp.grad.tolist() == pytest.approx([-math.exp(-0.5), -math.exp(-2), 0.0, -1.0])
 
 
-def test_hindsight() -> None:
+def test_sampled_tokens_of_a_teacher() -> None:
     """The signal, its limit and the weight of a sampled token are not differentiated."""
     logp = column(-0.5, -2.0, -3.0, -1.0, -9.0).requires_grad_()
     teacher, old = column(-0.4, -4.0, -3.0, -9.0, -0.1), column(-0.5, -1.0, -3.0, -2.5, -9.0)
     signals, ratios = [0.1, -2.0, 0.0, -5.0, 5.0], [1, math.exp(-1), 1, 2.0, 1]
-    loss = hindsight(logp, teacher, old)
+    loss = from_teacher(logp, teacher, old, logp)
     slopes = [-a * w for a, w in zip(signals, ratios, strict=True)]
     wanted = [slope * x for slope, x in zip(slopes, logp.tolist(), strict=True)]
     assert loss.tolist() == pytest.approx(wanted, rel=1e-6)
     loss.sum().backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx(slopes, rel=1e-6)
-    unlimited = hindsight(logp, teacher, logp, clip=None)
+    unlimited = from_teacher(logp, teacher, logp, logp, clip=None)
     assert unlimited.tolist()[-2:] == pytest.approx([-8.0, 8.9 * 9.0])
 
 

@@ -84,6 +84,10 @@ CASES += [
     ("grpo", {"humanline": (-0.6, 1.5), "kl_weight": 0.3}),
     ("bradley_terry", {"center_coef": 0.25}),
     ("hindsight", {"clip": 0.1}),
+    ("hindsight", {"target": "distribution", "beta": 0.3}),
+    ("distill", {"target": "token", "clip": 0.1}),
+    *(("distill", {"beta": beta}) for beta in (0.0, 0.3)),
+    *(("distill", {"beta": beta, "top_k": 7}) for beta in (0.0, 0.3, 1.0)),
     *(("pointwise", {"error": error}) for error in ("squared", "huber")),
 ]
 

@@ -77,7 +77,7 @@ def _models(recipe: Recipe) -> dict[str, str]:
         "model.name": recipe.model.name,
         "model.tokenizer": recipe.model.tokenizer,
         "model.adapter": recipe.model.adapter,
-        "reference.model": recipe.reference.model,
+        recipe.reference_model[0]: recipe.reference_model[1],
     }
     return {setting: name for setting, name in names.items() if name}
 

@@ -30,7 +30,7 @@ from valence.config.rules import LISTS, Case
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
 from valence.errors import UserError
 from valence.files import check_path, expand_path
-from valence.methods import Method, method_of
+from valence.methods import WITHOUT_REWARD, Method, method_of
 from valence.network import refuse_credentials
 
 M = TypeVar("M", bound=BaseModel)
@@ -38,6 +38,7 @@ PATHS = {
     "run": ("dir",),
     "model": ("name", "adapter", "tokenizer"),
     "reference": ("model", "cache"),
+    "teacher": ("model",),
     "rollout": ("folder", "python"),
 }
 """Settings that are paths, or may be, by section; besides those of data, reward and run.sinks."""
@@ -245,6 +246,8 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
                 for key, place in places.items()
             }
         values = _with_list(values, path, name)
+    if values.get("method") in WITHOUT_REWARD and not values.get("reward"):
+        values["reward"] = [{"reward": "zero"}]
     if isinstance(rewards := values.get("reward"), list):
         values["reward"] = [_with_judge(entry) for entry in cast(list[object], rewards)]
     return RawRecipe(values, places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from valence.config.schema import Recipe
+from valence.config.schema import SELF, Recipe
 from valence.methods import Method, method_of
 
 
@@ -29,9 +29,10 @@ def has_teacher(methods: Iterable[Method]) -> bool:
     return any(method.loss.needs_teacher for method in methods)
 
 
-def has_initial_teacher(recipe: Recipe, methods: Iterable[Method]) -> bool:
-    """Whether the teacher of a run has the weights before training, as the reference has."""
-    return recipe.teacher.weights == "initial" and has_teacher(methods)
+def has_fixed_teacher(recipe: Recipe, methods: Iterable[Method]) -> bool:
+    """Whether the teacher of a run has the weights of its reference."""
+    is_fixed = recipe.teacher.model != SELF or recipe.teacher.weights == "initial"
+    return is_fixed and has_teacher(methods)
 
 
 def other_text(recipe: Recipe) -> str | None:
@@ -45,9 +46,7 @@ def other_text(recipe: Recipe) -> str | None:
 def reads_reference(recipe: Recipe) -> bool:
     """Whether a run of this recipe needs a reference, which may be its teacher."""
     method, *mixed = methods_in(recipe)
-    if has_initial_teacher(recipe, [method, *mixed]) or any(
-        other.needs_reference for other in mixed
-    ):
+    if has_fixed_teacher(recipe, [method, *mixed]) or any(other.needs_reference for other in mixed):
         return True
     if not method.online:
         return method.needs_reference
@@ -73,7 +72,8 @@ def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     # With top_p, the sampler's log-probabilities are over the nucleus, those of the reference over
     # all tokens.
     needs_old = needs_old or rollout.top_p < 1
-    needs = {"old": needs_old, "ref": reference, "value": "value_t" in reads}
+    is_teacher = recipe.teacher.model != SELF  # then the reference is another model
+    needs = {"old": needs_old, "ref": reference and not is_teacher, "value": "value_t" in reads}
     return tuple(name for name, is_needed in needs.items() if is_needed)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from valence.config.needs import has_initial_teacher, has_teacher, other_text
-from valence.config.schema import Issue, ListName, Recipe, conflict, no_effect
+from valence.config.needs import has_fixed_teacher, has_teacher, other_text
+from valence.config.schema import SELF, Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
 from valence.methods import Method
@@ -63,14 +63,14 @@ class Case:
         return has_teacher(self.methods)
 
     @property
-    def has_initial_teacher(self) -> bool:
-        return has_initial_teacher(self.recipe, self.methods)
+    def has_fixed_teacher(self) -> bool:
+        return has_fixed_teacher(self.recipe, self.methods)
 
     @property
     def reads_no_reference(self) -> bool:
         """Whether an online run needs no reference, neither for the loss nor for the log."""
         is_online = self.method.online
-        if not is_online or self.has_initial_teacher or any(m.needs_reference for m in self.mixed):
+        if not is_online or self.has_fixed_teacher or any(m.needs_reference for m in self.mixed):
             return False
         return not (self.recipe.measures_kl or self.method.loss_reads_reference(self.recipe.loss))
 
@@ -117,7 +117,7 @@ def _model(c: Case) -> Iterator[Issue]:
 
 
 def _reference(c: Case) -> Iterator[Issue]:
-    if not (c.has_initial_teacher or any(method.needs_reference for method in c.methods)):
+    if not (c.has_fixed_teacher or any(method.needs_reference for method in c.methods)):
         yield no_effect(
             "reference",
             why=f"{c.method.name} does not use a reference",
@@ -145,8 +145,39 @@ def _teacher(c: Case) -> Iterator[Issue]:
             fix="set method: hindsight",
         )
         return
+    if c.recipe.teacher.model != SELF:
+        yield no_effect("reference", why="the teacher takes the place of the reference")
+        if c.recipe.rollout.measure_kl is True:
+            yield conflict(
+                "rollout.measure_kl",
+                "a run has one model besides the policy, and the teacher is that model",
+                "remove it",
+            )
+        for method in c.methods:
+            if method.needs_reference and not method.loss.needs_teacher:
+                yield conflict(
+                    "teacher.model",
+                    f"{method.name} compares the model with itself before training, and a run has "
+                    "only one model besides the policy",
+                    "use a method without a reference, such as sft, or teacher.model: self",
+                )
+    uses_context = any(m.loss.needs_teacher and m.loss.data == "feedback" for m in c.methods)
+    if c.recipe.teacher.model == SELF and not uses_context:
+        yield conflict(
+            "teacher.model",
+            f"the teacher of {c.method.name} is another model",
+            "set it to the folder or hub id of a larger model with the same tokenizer",
+        )
+    if not uses_context:
+        for name in ("context", "template"):
+            yield no_effect(
+                f"teacher.{name}",
+                why=f"the teacher of {c.method.name} reads only the prompt",
+                fix="set method: hindsight",
+            )
+        return
     compares = c.recipe.teacher.context != "feedback"
-    is_online = c.method.online and c.method.loss.needs_teacher
+    is_online = c.method.online and c.method.loss.data == "feedback"
     if c.recipe.teacher.context == "either" and not is_online:
         yield conflict(
             "teacher.context",
@@ -161,7 +192,7 @@ def _teacher(c: Case) -> Iterator[Issue]:
             "completion of the same prompt, and there is only one",
             "set it to 2 or more, or set teacher.context: feedback",
         )
-    if c.recipe.teacher.weights == "ema" and c.recipe.parallel.shards_weights:
+    if c.recipe.teacher.has_average and c.recipe.parallel.shards_weights:
         yield conflict(
             "teacher.weights",
             "a moving average of weights that are split over processes is not supported",
@@ -216,7 +247,15 @@ def _mixed_conversions(c: Case) -> list[str | None]:
 
 def _losses(c: Case) -> Iterator[Issue]:
     loss = c.recipe.loss
+    parallel = c.recipe.parallel
     for section, method, settings in c.losses:
+        shares_rows = parallel.tensor > 1 or parallel.context > 1
+        if shares_rows and method.loss.compares_distributions(settings):
+            yield conflict(
+                f"{section}.target",
+                "distributions over the vocabulary are not available where processes share a row",
+                "set loss.target: token, or parallel.tensor: 1 and parallel.context: 1",
+            )
         for name, other in method.without_effect(settings).items():
             if settings[name] != method.settings.model_fields[name].get_default():
                 yield no_effect(

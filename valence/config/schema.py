@@ -492,9 +492,17 @@ class ReferenceSettings(Section):
             )
 
 
+SELF = "self"
+"""The teacher that is the policy itself."""
+
+
 class Teacher(Section):
+    model: Text = SELF
+    """self: the model itself, as hindsight needs. Or the folder or hub id of another model with the
+    same tokens, as distill needs; it is quantized like the policy (`model.quantize`).
+    """
     weights: Literal["initial", "ema", "live"] = "initial"
-    """Weights of the teacher, which is the model itself. initial: those before training. ema: a
+    """With model: self, the weights of the teacher. initial: those before training. ema: a
     moving average of the weights during training. live: the current weights, with which the
     teacher may drift together with the policy.
     """
@@ -512,8 +520,15 @@ class Teacher(Section):
     the feedback, and how the user rated the completion if the row has a label.
     """
 
+    @property
+    def has_average(self) -> bool:
+        """Whether its weights are a moving average of the policy's."""
+        return self.model == SELF and self.weights == "ema"
+
     def issues(self) -> Iterator[Issue]:
-        if self.weights != "ema":
+        if self.model != SELF:
+            yield no_effect("weights", why="the teacher is another model")
+        if self.model != SELF or self.weights != "ema":
             yield no_effect("rate", why="the teacher is no average", fix="set teacher.weights: ema")
         if self.template is not None and "{feedback}" not in self.template:
             yield conflict("template", "it does not contain {feedback}", "add {feedback} to it")
@@ -1301,7 +1316,7 @@ class Recipe(Section):
     reference: ReferenceSettings = ReferenceSettings()
     """The model that the policy is compared with."""
     teacher: Teacher = Teacher()
-    """The teacher of hindsight."""
+    """The teacher of hindsight and distill."""
     data: Data = Data()
     """Rows for training and evaluation."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -1339,9 +1354,20 @@ class Recipe(Section):
             return self.rollout.measure_kl
         if self.rollout.engine == "openai":  # the server samples another model
             return False
+        if self.teacher.model != SELF:  # which takes the place of the reference
+            return False
         is_new_adapter = self.model.lora is not None and self.model.adapter is None
         can_disable_adapter = is_new_adapter and self.reference.sync_every is None
         return can_disable_adapter or self.reference.model is not None
+
+    @property
+    def reference_model(self) -> tuple[str, str | None]:
+        """The setting that names the model besides the policy, and its folder or hub id. None: the
+        policy before training. A teacher that is another model takes the place of the reference.
+        """
+        if self.teacher.model != SELF:
+            return "teacher.model", self.teacher.model
+        return "reference.model", self.reference.model
 
     def issues(self) -> Iterator[Issue]:
         names = [reward.log_name for reward in self.reward]

@@ -151,7 +151,12 @@ class Loss:
     @property
     def needs_teacher(self) -> bool:
         """Whether it reads the teacher's log-probabilities."""
-        return not {"teacher_t", "teacher"}.isdisjoint(self.reads)
+        return not {"teacher_t", "teacher", "divergence_t"}.isdisjoint(self.reads)
+
+    def compares_distributions(self, settings: Settings) -> bool:
+        """Whether it compares the distributions of teacher and policy at each token."""
+        is_on = settings.get("target", "distribution") == "distribution"
+        return is_on and "divergence_t" in self.reads
 
     def refers(self, settings: Settings) -> bool:
         """Whether it reads the reference even if the sampling policy's log-probabilities are known."""
@@ -328,6 +333,12 @@ _LONG = ("humanline", "ld_alpha", "edits", "wpo", "nll")
 _NORM = ("humanline", "wpo", "nll")
 _SOFT = ("smoothing",)
 _F = ("f_divergence",)
+_OF_TARGET = (
+    ("clip", "target", "token"),
+    ("max_ratio", "target", "token"),
+    ("beta", "target", "distribution"),
+    ("top_k", "target", "distribution"),
+)
 _SAMPLED = ("humanline", "correction", "kl_penalty")
 
 
@@ -366,7 +377,9 @@ _TABLE: dict[str, Loss] = {
     "ordinal":           _row(reward.ordinal),
     "sft":               _row(imitation.sft, direction={"chosen": 1}),
     "dft":               _row(imitation.dft, direction={"chosen": 1}),
-    "hindsight":         _row(distillation.hindsight, average="seq_mean_token_mean", direction={"chosen": 1}, reward=metrics.signal),
+    "hindsight":         _row(distillation.from_teacher, average="seq_mean_token_mean", direction={"chosen": 1}, reward=metrics.signal, needs=_OF_TARGET),
+    "distill":           _row(distillation.from_teacher, data="demonstration", direction={"chosen": 1}, reward=metrics.signal, needs=_OF_TARGET,
+                              defaults={"target": "distribution"}),
     "grpo":              _row(policy.ppo_clip, _SAMPLED, average="seq_mean_token_mean", metrics=metrics.clipped_tokens),
     "dr_grpo":           _row(policy.ppo_clip, _SAMPLED, average="constant", metrics=metrics.clipped_tokens,
                               credit=advantage.above_group, advantage=advantage.of_group_centre),

@@ -135,7 +135,7 @@ def distillation(view: Sums, rewards: Rewards | None, settings: Settings) -> Met
         "signal/mean": mean(signal),
         "signal/size": mean(signal.abs()),
     }
-    if limit is not None:
+    if limit is not None and settings.get("target", "token") == "token":
         numbers["signal/clipped"] = mean((signal.abs() > limit).to(signal))
     return numbers
 

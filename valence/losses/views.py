@@ -22,7 +22,9 @@ def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> N
     From the policy model and the reference: logp_t[N], ref_t[N] (nats), sum_sq_t[N] (sum of squared
     probabilities), critic_t[N] (value estimate, units of reward); score[S, A] of a reward model.
     From sampling, by the names of ``TokenizedCompletion.columns``: old_t[N], sampler_t[N] (nats),
-    adv_t[N], value_t[N] (critic_t at that time), return_t[N]. From the teacher: teacher_t[N], nats.
+    adv_t[N], value_t[N] (critic_t at that time), return_t[N]. From the teacher, in nats:
+    teacher_t[N], and divergence_t[N], that of the distributions of teacher and policy (0 unless the
+    loss compares them).
     With adv_t or teacher_t and without old_t, old_t is logp_t without gradient: the current policy
     has just sampled the tokens, or it is not known how likely they were when they were sampled.
     """
@@ -33,6 +35,10 @@ def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> N
     columns["logp_t"] = out.logp[rows]
     if ref is not None:
         columns["ref_t"] = ref[rows]
+    if out.divergence is not None and out.teacher is not None:
+        columns |= {"teacher_t": out.teacher[rows], "divergence_t": out.divergence[rows]}
+    elif "teacher_t" in columns:
+        columns["divergence_t"] = columns["teacher_t"].new_zeros(len(rows))
     if "old_t" not in columns and not columns.keys().isdisjoint(("adv_t", "teacher_t")):
         columns["old_t"] = columns["logp_t"].detach()
     for name, values in (("sum_sq_t", out.sum_sq), ("critic_t", out.value)):
@@ -184,7 +190,7 @@ VIEWS: dict[View, Callable[[MicroBatch, Mapping[str, Tensor]], Named]] = {
 
 _TOKENS = frozenset(
     ("logp_t", "ref_t", "old_t", "adv_t", "sampler_t", "value_t", "return_t", "critic_t")
-) | {"teacher_t", "sum_sq_t", "n_t", "weight_t"}
+) | {"teacher_t", "divergence_t", "sum_sq_t", "n_t", "weight_t"}
 _OF_PAIRS = frozenset(("margin", "soft", "weight", "unit"))
 INPUTS: dict[View, frozenset[str]] = {
     "token": _TOKENS,

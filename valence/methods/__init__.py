@@ -24,8 +24,8 @@ from valence.methods.sample_builders import (
     binary_labels,
     exclusion_reasons,
     preference_pairs,
-    self_distillation,
     teacher_exclusions,
+    with_teachers,
 )
 from valence.types import Kind
 from valence.user_code.attempt import Raised, attempt, describe_error
@@ -228,13 +228,13 @@ def _online(name: str, loss: Loss, **changes: Any) -> Method:
     if loss.data == "ranking":
         assert loss.advantage is not None
         builder: SampleBuilder = AdvantageBuilder(loss.advantage)
+    elif loss.needs_teacher:
+        reasons = "truncated", "no_feedback", "too_long", "unknown_token"
+        builder = SampleBuilder(with_teachers, teacher_exclusions, reasons)
     elif loss.data == "demonstration":
         reasons = "tied", "truncated", "low_reward", "worst"
         builder = SampleBuilder(best_of_n, exclusion_reasons, reasons)
         rollout = {**rollout, "mask_truncated": True}
-    elif loss.data == "feedback":
-        reasons = "truncated", "no_feedback", "too_long"
-        builder = SampleBuilder(self_distillation, teacher_exclusions, reasons)
     else:
         builder = SampleBuilder(preference_pairs if loss.data == "preference" else binary_labels)
     return Method(name, loss, builder, rollout_defaults=rollout, **changes)
@@ -254,9 +254,13 @@ ONLINE: dict[str, Method] = {
         if row.advantage is not None
     },
     "hindsight": _online("hindsight", LOSSES["hindsight"]),
+    "online_distill": _online("online_distill", LOSSES["distill"]),
     "ppo": _online("ppo", LOSSES["ppo"], defaults={"value": True}, rollout={"epochs": PPO_EPOCHS}),
 }
 """Methods that train on completions that the policy samples and a reward scores."""
+
+WITHOUT_REWARD = frozenset(("online_distill",))
+"""Online methods that do not need a reward, which is only reported if there is one."""
 
 _custom: dict[tuple[str, bool], tuple[object, Method]] = {}
 

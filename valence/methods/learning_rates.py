@@ -41,7 +41,7 @@ LEARNING_RATES: dict[str, LearningRates] = {
         1e-4, _ADAPTERS,
     ),
     "distillation": LearningRates(
-        "hindsight",
+        "hindsight, distill",
         2e-6, "Kleine Buening et al. 2026, arXiv 2603.12273 (2e-6)",
         2e-5, _TEN_TIMES,
     ),

@@ -31,8 +31,9 @@ class RolloutGroup:
 
     rewards: after length penalties. columns: for each completion, its token columns `old`, `ref`
     and `value`, if the method reads them. feedback: what the rewards say about each completion.
-    teachers: for each completion, the prompt of its teacher if the method has one: empty if there
-    is nothing to read, None if it is too long.
+    teachers: for each completion, the prompt of its teacher if that reads more than the policy:
+    empty if there is nothing to read, None if it is too long. shared_vocabulary: number of token
+    ids that mean the same to policy and teacher; None: all.
     """
 
     prompt: TokenizedExample
@@ -41,6 +42,7 @@ class RolloutGroup:
     columns: tuple[Columns, ...] = ()
     feedback: tuple[str, ...] = ()
     teachers: tuple[tuple[int, ...] | None, ...] = ()
+    shared_vocabulary: int | None = None
 
     @property
     def tied(self) -> bool:
@@ -79,7 +81,9 @@ class RolloutGroup:
         )
 
 
-Exclusion = Literal["tied", "truncated", "low_reward", "worst", "no_feedback", "too_long"]
+Exclusion = Literal[
+    "tied", "truncated", "low_reward", "worst", "no_feedback", "too_long", "unknown_token"
+]
 """Reasons not to train on a completion, in the order in which they are tried."""
 
 EXCLUSIONS: dict[Exclusion, str] = {
@@ -89,6 +93,7 @@ EXCLUSIONS: dict[Exclusion, str] = {
     "worst": "no better than the worst of their group",
     "no_feedback": "without a text that the teacher may read (teacher.context)",
     "too_long": "longer than data.max_length after the prompt of the teacher",
+    "unknown_token": "with a token that the teacher does not have",
 }
 """The reasons as they appear in messages."""
 
@@ -123,13 +128,18 @@ def exclusion_reasons(
 def teacher_exclusions(group: RolloutGroup, mask_truncated: bool) -> list[Exclusion | None]:
     """Why no teacher can assess each completion of a group; None if one can."""
     reasons: list[Exclusion | None] = []
-    for completion, teacher in zip(group.answers, group.teachers, strict=True):
+    for i, completion in enumerate(group.answers):
+        limit = group.shared_vocabulary
         if mask_truncated and completion.stop == "length":
             reasons.append("truncated")
-        elif teacher is None:
+        elif limit is not None and max(completion.tokens, default=0) >= limit:
+            reasons.append("unknown_token")
+        elif not group.teachers:  # it reads the prompt of the policy
+            reasons.append(None)
+        elif group.teachers[i] is None:
             reasons.append("too_long")
         else:
-            reasons.append(None if teacher else "no_feedback")
+            reasons.append(None if group.teachers[i] else "no_feedback")
     return reasons
 
 
@@ -236,14 +246,15 @@ def _labels(
     yield from ((i, reward > level) for i, reward in enumerate(rewards) if reward != level)
 
 
-def self_distillation(
+def with_teachers(
     round: Sequence[RolloutGroup], ahead: int, mask_truncated: bool
 ) -> list[TokenizedExample]:
-    """Completions with the prompts of their teachers.
+    """Completions that a teacher assesses.
 
-    Hübotter et al. 2026, arXiv 2601.20802 (SDPO). The teacher of a completion reads what the reward
-    says about it, or the best completion of the prompt (`teacher.context`). Completions without
-    such a text, and with `rollout.mask_truncated` truncated ones, are left out.
+    Another model reads the same prompt (Agarwal et al. 2024, arXiv 2306.13649). If the teacher is
+    the policy itself, it also reads what the reward says about the completion, or the best
+    completion of the prompt (`teacher.context`; SDPO, Hübotter et al. 2026, arXiv 2601.20802).
+    Completions without such a text, and with `rollout.mask_truncated` truncated ones, are left out.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -252,8 +263,13 @@ def self_distillation(
                 columns = group.columns[i] if group.columns else {}
                 # the policy has changed since a round was sampled ahead
                 old = group.answers[i].logps if ahead else columns.get("old")
-                example = group.unit("feedback", i, columns={"old": old} if old else None)
-                examples.append(replace(example, teacher_ids=group.teachers[i] or ()))
+                example = group.unit(
+                    "feedback" if group.teachers else "demonstration",
+                    i,
+                    columns={"old": old} if old else None,
+                )
+                prompt = group.teachers[i] if group.teachers else None
+                examples.append(replace(example, teacher_ids=prompt or ()))
     return examples
 
 

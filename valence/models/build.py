@@ -453,6 +453,35 @@ def vocabulary_size(model: nn.Module) -> int:
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
+def shared_vocabulary(
+    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str
+) -> int:
+    """Return the number of token ids, from 0, that mean the same in both tokenizers.
+
+    The others may only be added tokens. Raises UserError otherwise. name: of the other model.
+    """
+    vocabularies = [
+        {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)
+    ]
+    end = max(max(vocabulary, default=-1) for vocabulary in vocabularies) + 1
+    first, second = vocabularies
+    shared = next((i for i in range(end) if first.get(i) != second.get(i)), end)
+    for tokenizer, vocabulary in zip((ours, theirs), vocabularies, strict=True):
+        added = tokenizer.added_tokens_decoder
+        other = next((i for i in sorted(vocabulary) if i >= shared and i not in added), None)
+        if other is not None:
+            raise UserError(
+                f"the tokenizers of the model and of {name} differ: token {shared} is "
+                f"{first.get(shared)!r} and {second.get(shared)!r}",
+                code="vocabulary-mismatch",
+                where="teacher.model",
+                fix=f"use a teacher with the same tokenizer, or let it write the answers: "
+                f"`valence sample {name} --prompts FILE --out answers.jsonl`, then train on them "
+                f"with method: sft",
+            )
+    return shared
+
+
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError when the tokenizer has tokens for which the model has no embedding."""
     if len(tokenizer) > vocabulary_size(model):

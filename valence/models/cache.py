@@ -17,6 +17,7 @@ from torch import Tensor
 
 from valence.errors import UserError
 from valence.models.digest import Digests
+from valence.models.divergence import Distributions
 from valence.models.log_prob_store import Array, LogProbStore, count_entries
 from valence.models.reference import LazyReference, Reference
 from valence.types import MicroBatch, TokenizedExample, sent
@@ -144,6 +145,11 @@ class CachedReference:
         for s, values in cached.items():
             logp[rows[s]] = values
         return sent(torch.from_numpy(logp), batch.tokens.device)
+
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        """Those of the reference, which are not cached."""
+        self.agree(True)
+        return self.inner.distributions(batch, rows)
 
     def join_collectives(self, batch: MicroBatch) -> Tensor:
         """Take part in the computation of other processes, if there is one. The result has no

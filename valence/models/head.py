@@ -183,14 +183,14 @@ class TorchKernels:
     """The elementwise part of the tiled computation as PyTorch operations, for any device."""
 
     fuses_product = False
-    """Whether ``statistics`` computes the product of a range too, faster than ``_Tiles.logits``."""
+    """Whether ``statistics`` computes the product of a range too, faster than ``Tiles.logits``."""
 
     def unsupported(self, head: Head, hidden: Tensor) -> str | None:
         return None
 
     def statistics(
         self,
-        tiles: _Tiles,
+        tiles: Tiles,
         start: int,
         stop: int,
         column: Tensor,
@@ -286,7 +286,7 @@ class NativeKernels(TorchKernels):
 
     def statistics(
         self,
-        tiles: _Tiles,
+        tiles: Tiles,
         start: int,
         stop: int,
         column: Tensor,
@@ -425,7 +425,7 @@ def float32_logits(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """
     with torch.autocast(hidden.device.type, enabled=False):
         rows = hidden.flatten(0, -2)
-        tiles = _Tiles(Head(layer, rounds_to_bfloat16=True), rows, layer.weight, layer.bias)
+        tiles = Tiles(Head(layer, rounds_to_bfloat16=True), rows, layer.weight, layer.bias)
         logits = rows.new_empty(len(rows), len(layer.weight), dtype=tiles.buffer.dtype)
         for start, stop in tiles.ranges:
             logits[:, start:stop] = tiles.logits(start, stop)
@@ -475,7 +475,7 @@ class LinearLogProb(torch.autograd.Function):
         entropy: bool,
         requires_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        tiles = _Tiles(head, hidden, weight, bias)
+        tiles = Tiles(head, hidden, weight, bias)
         if head.group:
             target = target - cast(Any, head.layer).first
         stats = tiles.buffer.new_empty(len(tiles.ranges), 4, hidden.shape[0])
@@ -487,9 +487,9 @@ class LinearLogProb(torch.autograd.Function):
             )
             if exponentials is not None:
                 cache.append(exponentials)
-        local = _merge_ranges(stats)
+        local = merge_ranges(stats)
         if head.group:
-            local = _merge_ranges(gather_across_group(local, head.group))
+            local = merge_ranges(gather_across_group(local, head.group))
         peak, total, weighted_total, target_logit = local.unbind()
         factors = _range_factors(stats[:, 0], peak)
         logps = target_logit - peak - total.log()
@@ -510,7 +510,7 @@ class LinearLogProb(torch.autograd.Function):
         hidden, weight, bias, *saved = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(ctx.head, hidden, weight, bias)
+            tiles = Tiles(ctx.head, hidden, weight, bias)
             forward = _Saved._make([*saved[:6], saved[6:]])
             logit_gradients = _LogitGradients(tiles, ctx.kernels, forward, *grads)
             dtype = tiles.buffer.dtype
@@ -528,11 +528,11 @@ class LinearLogProb(torch.autograd.Function):
             for k, (start, stop) in enumerate(tiles.ranges):
                 grad, factor = logit_gradients(k, start, stop)
                 if grad_hidden is not None:
-                    product = _product(grad, tiles.weight_operand(start, stop), dtype)
-                    grad_hidden.addcmul_(product, factor)
+                    part = product(grad, tiles.weight_operand(start, stop), dtype)
+                    grad_hidden.addcmul_(part, factor)
                 if grad_weight is not None:
                     other = (tiles.product_operand * factor).to(grad.dtype)
-                    _write_product(grad_weight[start:stop], grad.t(), other, add=accumulates)
+                    write_product(grad_weight[start:stop], grad.t(), other, add=accumulates)
                 if grad_bias is not None:
                     grad_bias[start:stop] = (grad * factor).sum(0)
         if ctx.head.group and grad_hidden is not None:
@@ -555,7 +555,7 @@ def gather_across_group(values: Tensor, group: Any) -> Tensor:
     return group.sum(gathered)
 
 
-def _merge_ranges(stats: Tensor) -> Tensor:
+def merge_ranges(stats: Tensor) -> Tensor:
     """Merge the statistics (``TorchKernels.logit_statistics``) of several ranges [ranges, 4, N]
     into those of all their logits [4, N].
     """
@@ -597,17 +597,27 @@ class _Saved(NamedTuple):
     """
 
 
-class _Tiles:
-    """Logits of all rows for one range of the vocabulary after another, in one buffer."""
+class Tiles:
+    """Logits of all rows for one range of the vocabulary after another, in one buffer.
 
-    def __init__(self, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    vocabulary: the first tokens that have logits; None: all.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocabulary: int | None = None,
+    ) -> None:
         self.head, self.weight, self.bias = head, weight, bias
         dtype = torch.promote_types(torch.float32, weight.dtype)
         self.hidden = hidden.to(torch.bfloat16 if head.rounds_to_bfloat16 else dtype)
         # A CPU has no product of bfloat16 with float32 results, only one of float32 that rounds its
         # operands.
         self.product_operand = self.hidden if hidden.is_cuda else self.hidden.to(dtype)
-        rows, vocabulary = hidden.shape[0], weight.shape[0]
+        rows, vocabulary = hidden.shape[0], vocabulary or weight.shape[0]
         max_logits = MAX_LOGITS["cuda" if hidden.is_cuda else "cpu"]
         width = max_logits // max(rows, 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
         width = min(vocabulary, max(width, MAX_COLUMNS // 16), MAX_COLUMNS)
@@ -651,7 +661,7 @@ class _LogitGradients:
 
     def __init__(
         self,
-        tiles: _Tiles,
+        tiles: Tiles,
         kernels: TorchKernels,
         saved: _Saved,
         grad: Tensor | None,
@@ -713,7 +723,7 @@ def _set_column(values: Tensor, column: Tensor, value: Tensor) -> None:
     values[torch.arange(len(values), device=values.device), place[:, 0]] = replaced[:, 0]
 
 
-def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+def product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     """Return one @ other, accumulated in float32; on a CPU a bfloat16 result is rounded to
     bfloat16.
     """
@@ -722,8 +732,8 @@ def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _write_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
-    """out = one @ other, or out += one @ other, accumulated as in ``_product``."""
+def write_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
+    """out = one @ other, or out += one @ other, accumulated as in ``product``."""
     if one.dtype == out.dtype:
         out.addmm_(one, other, beta=int(add))
     elif one.is_cuda:

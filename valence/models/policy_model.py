@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from valence.errors import UserError
 from valence.models.adapters import has_adapter, keep_input_dtype
 from valence.models.attention import (
     AUTOMATIC_CUDA_BACKENDS,
@@ -29,6 +30,7 @@ from valence.models.context import (
     padded_length,
     shard_table,
 )
+from valence.models.divergence import Distributions, TeacherDistributions
 from valence.models.flex import BLOCK
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
@@ -47,8 +49,8 @@ from valence.models.router import (
 )
 from valence.types import MicroBatch, PolicyOutput, sent
 
-_RowOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Rows, and their log-probabilities, entropies, sums of squared probabilities, and values."""
+_RowOutputs = tuple[Tensor, dict[str, Tensor]]
+"""Rows, and columns of ``PolicyOutput`` for them."""
 CPU_TOKEN_MULTIPLE = 16
 
 
@@ -198,6 +200,11 @@ class PolicyModel(nn.Module):
         inner: Any = self.model
         return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has an embedding for."""
+        return int(self.causal.get_input_embeddings().weight.shape[0])
+
     def lay_out(self, *, packed: bool, attention: str | None = None) -> None:
         """Run packed sequences, or one sequence at a time with the model's own attention.
 
@@ -278,19 +285,26 @@ class PolicyModel(nn.Module):
         """
         return action()
 
-    def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
+    def forward(
+        self,
+        batch: MicroBatch,
+        want: Collection[str] = (),
+        teacher: TeacherDistributions | None = None,
+    ) -> PolicyOutput:
         """Compute the log-probability of each token that a loss reads, given the tokens before it.
 
         Only sequences with requires_grad have a gradient. want: names of further outputs, from
-        entropy, sum_sq (without gradient), value and router_aux_loss (see ``PolicyOutput``). Raises
-        ValueError if value is requested from a model without a critic.
+        entropy, sum_sq (without gradient), value and router_aux_loss (see ``PolicyOutput``).
+        teacher: its distributions at the tokens of the sequences with a gradient, for the outputs
+        divergence and teacher. Raises ValueError if value is requested from a model without a
+        critic.
         """
         if "value" in want and self.critic is None:
             raise ValueError("there is no critic: call valence.models.values.add_values first")
         balance = self._router_balance(want)
         want = [name for name in want if name != ROUTER_AUX_LOSS]
         out = (
-            self._packed(batch, want, balance)
+            self._packed(batch, want, balance, teacher)
             if self.packs
             else self._one_by_one(batch, want, balance)
         )
@@ -319,17 +333,16 @@ class PolicyModel(nn.Module):
             yield
 
     def _packed(
-        self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None
+        self,
+        batch: MicroBatch,
+        want: Collection[str],
+        balance: RouterBalance | None,
+        teacher: TeacherDistributions | None,
     ) -> PolicyOutput:
         outputs: list[_RowOutputs] = []
         with self.autocast():
             hidden = self._hidden(batch, balance)
-            head = Head.of(
-                self.causal,
-                rounds_to_bfloat16=(self.compute or hidden.states.dtype) == torch.bfloat16,
-                temperature=self.temperature,
-                backend=self.requested_head_backend,
-            )
+            head = self._output_layer(hidden)
             self.head_backend = choose_head_backend(head, hidden.states)
             critic = self.critic if "value" in want else None
             critic_hidden = (
@@ -341,18 +354,54 @@ class PolicyModel(nn.Module):
                 with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
                     states, is_local = hidden.at(previous)
                     rows = rows[is_local]
-                    squares = head.sum_sq(states) if "sum_sq" in want else None
-                    value = None if critic is None else critic(critic_hidden.at(previous)[0])
-                    logps = head(states, batch.tokens[rows], "entropy" in want)
-                    outputs.append((rows, *logps, squares, value))
+                    columns: dict[str, Tensor] = {}
+                    if "sum_sq" in want:
+                        columns["sum_sq"] = head.sum_sq(states)
+                    if critic is not None:
+                        columns["value"] = critic(critic_hidden.at(previous)[0])
+                    if teacher is None:
+                        logp, entropy = head(states, batch.tokens[rows], "entropy" in want)
+                        columns |= {"logp": logp} | (
+                            {} if entropy is None else {"entropy": entropy}
+                        )
+                    else:
+                        columns |= teacher.divergence(head, states, batch.tokens[rows])._asdict()
+                    outputs.append((rows, columns))
         out = _scatter(batch, outputs)
         if self.context is None:
             return out
-        columns = (None if x is None else self.context.sum(x) for x in (out.logp, out.entropy))
-        logp, entropy = columns
+        sums = (None if x is None else self.context.sum(x) for x in (out.logp, out.entropy))
+        logp, entropy = sums
         assert logp is not None
         sum_sq = None if out.sum_sq is None else self.context.sum(out.sum_sq)
         return PolicyOutput(logp, entropy, sum_sq)
+
+    def _output_layer(self, hidden: LocalStates) -> Head:
+        return Head.of(
+            self.causal,
+            rounds_to_bfloat16=(self.compute or hidden.states.dtype) == torch.bfloat16,
+            temperature=self.temperature,
+            backend=self.requested_head_backend,
+        )
+
+    @torch.no_grad()
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        """Return the distributions of the tokens in these rows [N], given the tokens before them.
+
+        Raises UserError for a model that runs one sequence at a time.
+        """
+        if not self.packs:
+            raise UserError(
+                f"{type(self.causal).__name__} cannot pack sequences, so distributions over its "
+                f"vocabulary are not available",
+                code="distribution-unavailable",
+                where="loss.target",
+                fix="set loss.target: token",
+            )
+        with self.autocast():
+            hidden = self._hidden(batch)
+            states, _ = hidden.at(batch.previous[rows])
+            return Distributions(self._output_layer(hidden), states, self.vocabulary)
 
     def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> LocalStates:
         """Return the decoder's last hidden states of the rows of this process, packed. balance:
@@ -518,9 +567,11 @@ class PolicyModel(nn.Module):
                     )
                     value = critic(states[read - 1])
                 logp: Any = TargetLogProb.apply(logits, tokens[read])
-                outputs.append((path[read], logp, entropy, squares, value))
+                columns = {"logp": logp, "entropy": entropy, "sum_sq": squares, "value": value}
+                columns = {name: x for name, x in columns.items() if x is not None}
+                outputs.append((path[read], columns))
         out = _scatter(batch, outputs[: batch.sequences])
-        repeated = zero_with_gradient(logp for _, logp, *_ in outputs[batch.sequences :])
+        repeated = zero_with_gradient(columns["logp"] for _, columns in outputs[batch.sequences :])
         return replace(out, logp=out.logp + repeated)
 
     def _sequences(self, batch: MicroBatch) -> Iterator[tuple[int, Tensor]]:
@@ -618,11 +669,7 @@ def zero_with_gradient(values: Iterable[Tensor]) -> Tensor | int:
 
 def _scatter(batch: MicroBatch, outputs: list[_RowOutputs]) -> PolicyOutput:
     """Return the outputs in columns [T], 0 outside their rows."""
-    rows, logps, *optional = zip(*outputs, strict=True)
-    index = (torch.cat(rows),)
-    logp = torch.cat(logps)
-    blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
-    entropy, sum_sq, value = (
-        None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in optional
-    )
-    return PolicyOutput(blank.index_put(index, logp), entropy, sum_sq, value=value)
+    index = (torch.cat([rows for rows, _ in outputs]),)
+    columns = {name: torch.cat([c[name] for _, c in outputs]) for name in outputs[0][1]}
+    blank = columns["logp"].new_zeros(batch.tokens.shape[0])
+    return PolicyOutput(**{name: blank.index_put(index, x) for name, x in columns.items()})

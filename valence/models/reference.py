@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.digest import Digests, digests
+from valence.models.divergence import Distributions
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
@@ -31,6 +32,10 @@ class Reference(Protocol):
 
     def __call__(self, batch: MicroBatch) -> Tensor: ...
 
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        """Return the distributions of the tokens in these rows (``PolicyModel.distributions``)."""
+        ...
+
 
 class AdapterDisabledReference:
     """The policy with its adapter disabled: exact if the adapter was zero at the start."""
@@ -47,6 +52,10 @@ class AdapterDisabledReference:
     def __call__(self, batch: MicroBatch) -> Tensor:
         with _without_adapter(self.policy.model):
             return self.policy(batch).logp
+
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        with _without_adapter(self.policy.model):
+            return self.policy.distributions(batch, rows)
 
 
 @contextmanager
@@ -86,6 +95,9 @@ class FrozenReference:
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Tensor:
         return self.engine(batch).logp
+
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        return self.engine.distributions(batch, rows)
 
 
 class SyncedReference(FrozenReference):
@@ -136,6 +148,12 @@ class LazyReference:
         return self._digests
 
     def __call__(self, batch: MicroBatch) -> Tensor:
+        return self._model()(batch)
+
+    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+        return self._model().distributions(batch, rows)
+
+    def _model(self) -> Reference:
         """Raises UserError when the loaded model differs from the released one."""
         if self._loaded is None:
             loaded = self._load()
@@ -147,7 +165,7 @@ class LazyReference:
                     fix="restore the model, or start the run over with --fresh",
                 )
             self._loaded = loaded
-        return self._loaded(batch)
+        return self._loaded
 
 
 def frozen_weights(policy: PolicyModel) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 
 from valence.errors import UserError
+from valence.models.divergence import TeacherDistributions
 from valence.models.policy_model import PolicyModel, zero_with_gradient
 from valence.types import MicroBatch, PolicyOutput, sent
 
@@ -65,10 +66,16 @@ class Scorer(PolicyModel):
             cuts = cuts.detach()
         return torch.cat([cuts[:1], cuts[:1] + softplus(cuts[1:]).cumsum(0)])
 
-    def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
+    def forward(
+        self,
+        batch: MicroBatch,
+        want: Collection[str] = (),
+        teacher: TeacherDistributions | None = None,
+    ) -> PolicyOutput:
         """Return the scores [S, A] of all sequences; those with requires_grad have a gradient.
 
-        Log-probabilities are 0. Of the further outputs only router_aux_loss is computed.
+        Log-probabilities are 0. Of the further outputs only router_aux_loss is computed. teacher: a
+        reward model has none.
         """
         balance = self._router_balance(want)
         if self.packs:

@@ -85,6 +85,11 @@ class Advice:
         return self.raising("kl_weight", "kl_beta") or self.raising("beta")
 
     @property
+    def compares_rewards(self) -> bool:
+        """Whether the method learns from differences of rewards."""
+        return self.method != "online_distill"
+
+    @property
     def against_moving_teacher(self) -> list[str]:
         """What keeps the teacher from following the policy."""
         return ["set teacher.weights: initial"] if self.teacher in ("live", "ema") else []
@@ -229,6 +234,8 @@ class CollapseDetector:
             )
 
     def _saturated(self, record: Mapping[str, Any]) -> Iterator[Diagnosis]:
+        if not self._advice.compares_rewards:
+            return
         average, tied = record.get("reward/mean"), record.get("rollout/tied")
         top, bottom = record.get("reward/max"), record.get("reward/min")
         if not (finite(average) and finite(tied) and finite(top) and finite(bottom)):
@@ -706,6 +713,8 @@ def _little_signal(run: RunRecord) -> Iterable[Diagnosis]:
         advice = "Look at the errors in eval/*.json and at the reward."
         yield Diagnosis("failed", f"{share:.0%} of the completions got no score.", advice)
     tied = _course(run, "rollout/tied")
+    if not Advice.of(run).compares_rewards:
+        return
     if tied and (share := _tenths(tied)[2]) >= TIED:
         yield Diagnosis(
             "tied",

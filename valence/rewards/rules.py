@@ -253,6 +253,11 @@ def refusal(*, want: bool = True) -> Rule:
     return rule
 
 
+def zero() -> Rule:
+    """0 for every completion: for methods that need no reward, such as online_distill."""
+    return lambda completion: 0.0
+
+
 RULES: dict[str, Callable[..., Rule]] = {
     "exact_match": exact_match,
     "contains": contains,
@@ -262,6 +267,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "maths": maths,
     "vader": vader,
     "refusal": refusal,
+    "zero": zero,
 }
 """Rules by name. Their keyword-only parameters are the settings."""
 

@@ -715,7 +715,7 @@ class Collector:
         The metric is the mean of sum_t k3, which is unbiased and less noisy than k1. The sums of
         k1 are for the adaptive coefficient.
         """
-        if self._state.reference is None:
+        if "ref" not in self.token_columns:
             return
         for group in groups:
             for completion, columns in zip(group.answers, group.columns, strict=True):

@@ -214,11 +214,11 @@ def memory_of(
     checkpointing: the choice of `auto`; by default that of the recipe, with "full" for `auto`.
     """
     recipe = prepared.recipe
-    lora, is_named = recipe.model.lora, recipe.reference.model is not None
+    lora, is_named = recipe.model.lora, recipe.reference_model[1] is not None
     # without a split, a copy shares the policy's frozen weights
     is_copy = recipe.reference.sync_every is not None or lora is None or not starts_at_base(lora)
     is_separate = is_named or not recipe.trains_adapter or (is_copy and not split.single)
-    is_average = recipe.teacher.weights == "ema"
+    is_average = recipe.teacher.has_average
     width = DTYPES[recipe.model.dtype].itemsize
     estimate = partial(
         predict,

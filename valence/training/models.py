@@ -113,7 +113,7 @@ def build_models(
         )
         if compiles and split.single:
             compile_layers(policy)
-        name = recipe.reference.model if reference is None else None
+        name = recipe.reference_model[1] if reference is None else None
         is_copy = prepared.needs_reference and reference is None and name is None
         # Copied before the policy's weights are split, or read.
         built = loader.reference(policy, None) if is_copy else None
@@ -219,9 +219,10 @@ class _ModelLoader:
         among: processes that call this together and must hold the same weights.
         """
         recipe = self.prepared.recipe
-        name = recipe.reference.model
+        setting, name = recipe.reference_model
         if model is not None:
-            _check_same_vocabulary(policy, model, name or "")
+            if setting == "reference.model":
+                _check_same_vocabulary(policy, model, name or "")
             _check_lengths(model, self.prepared, "the reference model")
             model.to(policy.device)
         built = build_reference(
@@ -267,7 +268,7 @@ class _ModelLoader:
         file = spec.gguf_file if name is None else None
         if name is None and self.prepared.method.is_reward_model:
             options["attributes"] = spec.attributes or ONE
-        setting = "model.name" if name is None else "reference.model"
+        setting = "model.name" if name is None else recipe.reference_model[0]
         name = name or spec.name
         # 4-bit weights are quantized from full ones
         if not self.split.single and not spec.quantize:
@@ -298,8 +299,9 @@ def check_model_files(prepared: Prepared) -> None:
     recipe, spec = prepared.recipe, prepared.recipe.model
     attributes = (spec.attributes or ONE) if prepared.method.is_reward_model else None
     models = {"model.name": spec.name} if spec.gguf_file is None else {}
-    if recipe.reference.model is not None and prepared.needs_reference:
-        models["reference.model"] = recipe.reference.model
+    setting, name = recipe.reference_model
+    if name is not None and prepared.needs_reference:
+        models[setting] = name
     with prepared.source.placing():
         for setting, name in models.items():
             model = load_model(
@@ -414,7 +416,7 @@ def _with_cache(
     if cache == "off" or recipe.reference.sync_every is not None or recipe.reward:
         return built
     about = (
-        f"{recipe.reference.model or recipe.model.name} in "
+        f"{recipe.reference_model[1] or recipe.model.name} in "
         f"{recipe.model.quantize or recipe.model.dtype}"
     )
     if cache == "auto":
@@ -484,10 +486,11 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
     if group.size == 1:
         return
     recipe = prepared.recipe
+    setting, other = recipe.reference_model
     names = {
         "model.name": recipe.model.name if model else None,
         "model.adapter": recipe.model.adapter,
-        "reference.model": recipe.reference.model if reference else None,
+        setting: other if reference else None,
     }
     facts: dict[str, Any] = {}
     for setting, name in names.items():

@@ -21,7 +21,7 @@ from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
 from valence.config.needs import method_in, other_text, reads_reference
-from valence.config.schema import Data, ListName, Recipe
+from valence.config.schema import SELF, Data, ListName, Recipe
 from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
 from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
@@ -38,7 +38,13 @@ from valence.data.tokenized_dataset import LazySequence, TokenizedDataset
 from valence.errors import UserError
 from valence.evaluation.forgetting import read_texts
 from valence.methods import Method, method_of
-from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
+from valence.models.build import (
+    DTYPES,
+    generation_stops,
+    load_tokenizer,
+    shared_vocabulary,
+    stops_of,
+)
 from valence.models.loading import must_exist
 from valence.models.memory import completions_per_batch
 from valence.models.quantized import check_library
@@ -143,6 +149,18 @@ class Prepared:
             not any(map(len, columns))
             or any(len(table.indices_with_flag(TEXT_PROMPT)) for table in columns)
         )
+
+    @cached_property
+    def shared_vocabulary(self) -> int | None:
+        """Number of token ids that mean the same to the policy and to a teacher that is another
+        model; None: there is no such teacher. Raises UserError.
+        """
+        name = self.recipe.teacher.model
+        if name == SELF:
+            return None
+        remote = self.recipe.model.trust_remote_code
+        theirs = load_tokenizer(name, trust_remote_code=remote, setting="teacher.model")
+        return shared_vocabulary(self.tokenizer, theirs, name)
 
     @property
     def sampler(self) -> Sampler:
@@ -440,7 +458,7 @@ def _read_list(
 
 def _encoder_for(method: Method, encoder: Encoder, recipe: Recipe) -> Encoder:
     """The encoder, with the prompts of the teacher if the method has one."""
-    if not method.loss.needs_teacher:
+    if method.loss.data != "feedback":
         return encoder
     return encoder.with_teacher(TeacherContext(recipe.teacher.context, recipe.teacher.template))
 
@@ -682,13 +700,13 @@ def _check(prepared: Prepared, *, training: bool) -> None:
     recipe = prepared.recipe
     for setting, named in (
         ("model.adapter", recipe.model.adapter),
-        ("reference.model", recipe.reference.model),
+        recipe.reference_model,
     ):
         if named:
             must_exist(named, setting)
     if prepared.has_rewards:
         check_rewards(recipe.reward)
-        has_teacher = prepared.method.online and prepared.method.loss.needs_teacher
+        has_teacher = prepared.method.online and prepared.encoder.teacher is not None
         needs_feedback = has_teacher and recipe.teacher.context == "feedback"
         if needs_feedback and not may_return_feedback(recipe.reward):
             raise UserError(
@@ -722,6 +740,8 @@ def _check_rows(prepared: Prepared) -> None:
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
+        if method.loss.needs_teacher:
+            _check_tokens(corpus.units, prepared.shared_vocabulary, recipe.teacher.model)
         if name.endswith("train") and not corpus.units.columns["weight"].any():
             raise UserError(
                 "all rows have weight 0",
@@ -749,6 +769,22 @@ def _check_rows(prepared: Prepared) -> None:
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",
         )
+
+
+def _check_tokens(units: TokenizedDataset, shared: int | None, teacher: str) -> None:
+    """Raise UserError for a row with a token that the teacher does not have."""
+    if shared is None:
+        return
+    for unit in units:
+        tokens = [unit.prompt_ids, *(answer.ids for answer in unit.answers)]
+        if (largest := max(max(ids, default=0) for ids in tokens)) >= shared:
+            raise UserError(
+                f"this row has the token {largest}, and the teacher {teacher} shares only the "
+                f"tokens below {shared} with the model",
+                code="vocabulary-mismatch",
+                where=str(unit.origin),
+                fix="remove the row, or use a teacher with the same added tokens",
+            )
 
 
 def _mix(i: int) -> str:

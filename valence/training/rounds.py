@@ -279,9 +279,10 @@ class Rounds:
         """Add the prompt of each completion's teacher, if the method has one."""
         encoder, corpus = self._prepared.encoder, self._prepared.corpora["train"]
         if encoder.teacher is None:
-            return list(groups)
+            limit = self._prepared.shared_vocabulary
+            return [replace(group, shared_vocabulary=limit) for group in groups]
         max_length = self._prepared.recipe.data.max_length
-        with_teachers: list[RolloutGroup] = []
+        extended: list[RolloutGroup] = []
         for group in groups:
             row = corpus.examples[group.prompt.id]
             answers = [answer.text for answer in group.answers]
@@ -296,8 +297,10 @@ class Rounds:
                 ids if len(ids) + len(answer.tokens) <= max_length else None
                 for ids, answer in zip(teachers, group.answers, strict=True)
             )
-            with_teachers.append(replace(group, teachers=fitted))
-        return with_teachers
+            extended.append(
+                replace(group, teachers=fitted, shared_vocabulary=self._prepared.shared_vocabulary)
+            )
+        return extended
 
     def _fill_queue(self, tally: RoundTally) -> None:
         """Start to sample rounds that follow the current one, with the current weights."""

@@ -148,7 +148,7 @@ def build_run(
             "model.name": checked.model.name,
             "model.adapter": checked.model.adapter,
             "model.tokenizer": checked.model.tokenizer,
-            "reference.model": checked.reference.model,
+            checked.reference_model[0]: checked.reference_model[1],
             "reference.cache": checked.reference.cache,
         },
     )

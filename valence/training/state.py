@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from valence.config.needs import settings_of_step
+from valence.config.schema import SELF
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
@@ -83,7 +84,8 @@ class TrainState:
         """
         self.recipe = recipe = prepared.recipe
         self.policy, self.reference, self.group, self._log = policy, reference, group, log
-        self.moving_teacher = _moving_average(policy) if recipe.teacher.weights == "ema" else None
+        self._shared_vocabulary = prepared.shared_vocabulary
+        self.moving_teacher = _moving_average(policy) if recipe.teacher.has_average else None
         has_rows = "train" in prepared.corpora
         self.budget = Budget(micro_batch_tokens)
         self.objective = self._objective(prepared.method, settings_of_step(recipe))
@@ -125,11 +127,13 @@ class TrainState:
             self.recipe.data.max_length,
             router_aux_loss=self.recipe.train.router_aux_loss,
             teacher=self._teacher_of(method),
+            shared_vocabulary=self._shared_vocabulary if method.loss.needs_teacher else None,
         )
 
     def _teacher_of(self, method: Method) -> Reference | None:
         """The teacher of a method; None if it has none, or if the policy itself is the teacher."""
-        if not method.loss.needs_teacher or self.recipe.teacher.weights == "live":
+        spec = self.recipe.teacher
+        if not method.loss.needs_teacher or (spec.model == SELF and spec.weights == "live"):
             return None
         return self.moving_teacher or self.reference
 
@@ -284,11 +288,12 @@ class TrainState:
         if isinstance(self.reference, SyncedReference):
             state_files.put(state["weights"], self.reference.weights)
         elif state["digest"] != self._reference()["digest"]:
-            name = self.recipe.reference.model or self.recipe.model.name
+            setting, name = self.recipe.reference_model
             raise UserError(
-                f"the reference ({name}) is not the model that the run started with",
+                f"the reference ({name or self.recipe.model.name}) is not the model that the run "
+                f"started with",
                 code="reference-changed",
-                where="reference.model" if self.recipe.reference.model else "model.name",
+                where=setting if name else "model.name",
                 fix="restore the original model, or start over with --fresh",
             )
 

@@ -33,6 +33,7 @@ from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
 from valence.methods import Method
 from valence.models.cache import CachedReference
+from valence.models.divergence import TeacherDistributions
 from valence.models.gradients import clear
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, tempered
@@ -139,7 +140,8 @@ class Objective:
     the first backward pass. ``micro_batch_tokens`` changes no result.
 
     teacher: computes the teacher's log-probabilities; None: the policy itself, with its current
-    weights. shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss
+    weights. shared_vocabulary: number of token ids that mean the same to policy and teacher; None:
+    all. shift: the running statistic of BCO. router_aux_loss: weight of the load-balancing loss
     of routers. That loss is a product of means over the tokens of one micro-batch, so that above 0
     the loss of a step depends on ``micro_batch_tokens``.
     """
@@ -154,6 +156,7 @@ class Objective:
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
     router_aux_loss: float = 0.0
     teacher: Reference | None = None
+    shared_vocabulary: int | None = None
 
     @property
     def has_collectives(self) -> bool:
@@ -233,9 +236,12 @@ class Objective:
             for batch, is_dummy in rounds:
                 with rounds.running(), torch.set_grad_enabled(backward):
                     ref = self.reference_logps(batch, is_dummy=is_dummy)
-                    if loss.needs_teacher:
+                    teacher = None
+                    if loss.compares_distributions(settings):
+                        teacher = self._teacher_distributions(batch, is_dummy=is_dummy)
+                    elif loss.needs_teacher:
                         batch = self._with_teacher(batch, is_dummy=is_dummy)
-                    out = policy(batch, () if is_dummy else outputs)
+                    out = policy(batch, () if is_dummy else outputs, teacher)
                     if is_dummy:
                         if backward:
                             self._backward(_zero(out), is_last and rounds.is_last)
@@ -410,16 +416,41 @@ class Objective:
         """Return the micro-batch with the teacher's log-probabilities, at the temperature of the
         policy, as a token column.
         """
-        assert batch.teacher is not None
-        assert batch.teacher_rows is not None
-        if self.teacher is not None:
-            with tempered(self.teacher, self.policy.temperature):
-                logp = _logps(self.teacher, batch.teacher, is_dummy=is_dummy)
-        else:
-            with evaluating(self.policy):  # without the dropout of an adapter
-                logp = self.policy(batch.teacher).logp
-        columns = {**batch.token_columns, "teacher": logp[batch.teacher_rows]}
-        return replace(batch, token_columns=columns)
+        read, rows = _read_by_teacher(batch)
+        with self._as_teacher():
+            if self.teacher is not None:
+                logp = _logps(self.teacher, read, is_dummy=is_dummy)
+            else:
+                logp = self.policy(read).logp
+        return replace(batch, token_columns={**batch.token_columns, "teacher": logp[rows]})
+
+    def _teacher_distributions(
+        self, batch: MicroBatch, *, is_dummy: bool
+    ) -> TeacherDistributions | None:
+        """Return the teacher's distributions at the tokens of a micro-batch; None for a dummy."""
+        with self._as_teacher():
+            of_teacher = (self.teacher or self.policy).distributions(*_read_by_teacher(batch))
+        if is_dummy:
+            return None
+        sizes = of_teacher.vocabulary, self.policy.vocabulary
+        return TeacherDistributions(
+            of_teacher,
+            min(*sizes, self.shared_vocabulary or max(sizes)),
+            self.settings.get("beta", 1.0),
+            self.settings.get("top_k"),
+        )
+
+    @contextmanager
+    def _as_teacher(self) -> Iterator[None]:
+        """Inside the block the teacher has the temperature of the policy, and a policy that is its
+        teacher runs without the dropout of an adapter.
+        """
+        is_policy = self.teacher is None
+        with (
+            tempered(self.teacher, self.policy.temperature),
+            evaluating(self.policy) if is_policy else nullcontext(),
+        ):
+            yield
 
     @torch.no_grad()
     def token_signals(self, examples: Sequence[TokenizedExample]) -> list[list[float]]:
@@ -684,6 +715,14 @@ def _logps(reference: Reference, batch: MicroBatch, *, is_dummy: bool) -> Tensor
     if is_dummy and isinstance(reference, CachedReference):
         return reference.join_collectives(batch)
     return reference(batch)
+
+
+def _read_by_teacher(batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+    """Return the micro-batch that the teacher reads, and the rows of the trained tokens in it."""
+    if batch.teacher is None:
+        return batch, batch.scored
+    assert batch.teacher_rows is not None
+    return batch.teacher, batch.teacher_rows
 
 
 def _zero(out: PolicyOutput) -> Tensor:

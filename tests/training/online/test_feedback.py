@@ -21,8 +21,8 @@ from valence.data.encode import Encoder
 from valence.data.hindsight import TEMPLATES, TeacherContext
 from valence.methods.sample_builders import (
     RolloutGroup,
-    self_distillation,
     teacher_exclusions,
+    with_teachers,
 )
 from valence.models.reference import FrozenReference
 from valence.training.collector import packed, unpacked
@@ -91,18 +91,18 @@ def group(**changes: Any) -> RolloutGroup:
 def test_completions_without_a_teacher_are_left_out() -> None:
     assert teacher_exclusions(group(), True) == [None, "truncated", "no_feedback", "too_long"]
     assert teacher_exclusions(group(), False)[:2] == [None, None]
-    first, second = self_distillation([group()], 0, False)
+    first, second = with_teachers([group()], 0, False)
     assert (first.kind, first.teacher_ids, second.teacher_ids) == ("feedback", (7, 8, 9), (7,))
     assert (first.prompt_ids, first.answers[0].ids) == ((100, 101), (0, 99))
     assert first.answers[0].columns == (("old", (-2.0, -2.0)),)
-    (ahead, _) = self_distillation([group()], 1, False)  # the policy has changed meanwhile
+    (ahead, _) = with_teachers([group()], 1, False)  # the policy has changed meanwhile
     assert ahead.answers[0].columns == (("old", (-1.0, -1.0)),)
-    (unmeasured, _) = self_distillation([group(columns=())], 0, False)
+    (unmeasured, _) = with_teachers([group(columns=())], 0, False)
     assert unmeasured.answers[0].columns == ()
 
 
 def test_examples_of_a_checkpoint_have_their_teachers() -> None:
-    units = self_distillation([group()], 0, False)
+    units = with_teachers([group()], 0, False)
     assert unpacked(packed(units)) == units
     old = {name: part for name, part in packed(units).items() if "teacher" not in name}
     assert unpacked(old) == [replace(unit, teacher_ids=()) for unit in units]
