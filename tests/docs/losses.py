@@ -5,11 +5,12 @@ the guide.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.docs.blocks import ROOT
-from tests.docs.settings import table
+from tests.docs.settings import allowed_values
 from tests.units import ADVANTAGES
 from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, read_doc, switch
 from valence.config.describe import SettingRow, settings_table
@@ -21,9 +22,10 @@ FOLDER = ROOT / "docs" / "losses"
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it, and what
-its training curves look like. `valence docs NAME` prints the same in a terminal. [Choose a method](../train/methods.md) helps you to choose.
+Each method of Valence trains with one loss. These pages have the formula and the source of each loss, when to use it, what its training curves
+look like, and its settings. `valence docs NAME` prints all about one loss. [Choose a method](../train/methods.md) helps you to choose.
 
+@overview
 ## Notation
 
 | symbol | meaning |
@@ -47,8 +49,15 @@ its training curves look like. `valence docs NAME` prints the same in a terminal
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 
 Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
-sum of weights. *Average* says what the loss is averaged over. *First step* is the direction in which a step moves the model while policy
-and reference are equal. For logged metrics, see [Metrics](../metrics.md).
+sum of weights.
+
+## How to read these pages
+
+- *Reads* names the tensors of a loss, with their shapes.
+- *Average* says what the loss is averaged over.
+- *First step* is the direction in which a step moves the model while policy and reference are equal.
+- *Implicit reward* is the value of `rewards/*` in the log. [Metrics](../metrics.md) explains all that is logged.
+- Each page begins with what applies to most of its losses. A loss lists only what differs.
 """
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
@@ -125,28 +134,33 @@ Other online methods select, pair or label completions by their rewards, or show
 Below, the loss of each method follows its name in parentheses.
 """
 LABELS = {
-    "rows": "Rows",
-    "reference": "Reference model",
-    "average": "Average",
-    "reads": "Reads",
-    "advantage": "Advantage",
-    "first step": "First step",
-    "implicit reward": "Implicit reward (`rewards/*`)",
-    "modifiers": "Modifiers",
     "when": "When to use it",
     "curves": "Training curves",
+    "rows": "Rows",
+    "columns": "Optional columns",
+    "reference": "Reference model",
+    "reads": "Reads",
+    "advantage": "Advantage",
+    "average": "Average",
+    "first step": "First step",
+    "implicit reward": "Implicit reward",
+    "modifiers": "Modifiers",
 }
-NO_SETTINGS = "No setting of the `loss` section applies here.\n"
+ALIKE = "The losses on this page have this in common, unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 
 
 def pages() -> dict[str, str]:
     """The content of each file in docs/losses/."""
-    texts = {"index": "\n".join([INDEX, _overview()])}
+    texts = {"index": INDEX.replace("@overview", _overview())}
     for name, (title, introduction, is_member) in FAMILIES.items():
-        sections = [_section(method) for method in METHODS.values() if is_member(method)]
-        texts[name] = "\n".join([f"# {title}\n", f"{introduction}\n", *sections])
+        methods = [method for method in METHODS.values() if is_member(method)]
+        common = _common_facts(methods)
+        parts = [f"# {title}\n", f"{introduction}\n"]
+        parts += [ALIKE, _facts_list(common)] if common else []
+        sections = [_section(method, common, methods) for method in methods]
+        texts[name] = "\n".join([*parts, *sections])
     texts["modifiers"] = "\n".join([MODIFIERS_PAGE, *(_modifier(name) for name in MODIFIERS)])
     builders = dict.fromkeys(
         method.sample_builder.fn
@@ -179,45 +193,82 @@ def _with_links(text: str, page: str, places: dict[str, str]) -> str:
     return re.sub(r"@(\w+)", link, text)
 
 
-def _reference(family: str, needed: bool) -> str:
-    if not needed:
-        return "no"
-    return "stored completions, or a KL penalty" if family == "policy-gradient" else "yes"
-
-
 def _overview() -> str:
-    lines = ["## All losses\n"]
-    for name, (title, _, is_member) in FAMILIES.items():
-        lines += [
-            f"### [{title}]({name}.md)\n",
-            "| loss | reference | summary |",
-            "| --- | --- | --- |",
-        ]
-        lines += [
-            f"| @{m.name} | {_reference(name, m.needs_reference)} | {_text(method_doc(m).summary)} |"
-            for m in METHODS.values()
-            if is_member(m)
-        ]
-        lines.append("")
-    lines.append(
-        "See also [Modifiers](modifiers.md) and [Advantages and examples of online training](online.md)."
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _section(method: Method) -> str:
-    modifiers = ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers)
-    items = facts(method) | {"modifiers": modifiers or "none"}
-    lines = [f"- {LABELS[heading]}: {_text(text)}" for heading, text in items.items()]
+    """The losses of each page."""
     rows = [
-        row for row in settings_table(method.settings, "loss.") if not _is_of_modifier(row, method)
+        f"| [{title}]({name}.md) | {', '.join(f'@{m.name}' for m in METHODS.values() if is_member(m))} |"
+        for name, (title, _, is_member) in FAMILIES.items()
     ]
-    parts = [f"## {method.name}\n", _description(method_doc(method)), "\n".join(lines) + "\n"]
-    parts.append(table(rows) if rows else NO_SETTINGS)
+    modifiers = ", ".join(f"@{switch(modifier)}" for modifier in MODIFIERS.values())
+    rows.append(f"| [Modifiers](modifiers.md) | {modifiers} |")
+    rows.append(
+        "| [Online training](online.md) | advantages, and the examples made from completions |"
+    )
+    return "\n".join(["| page | content |", "| --- | --- |", *rows])
+
+
+def _facts(method: Method) -> dict[str, str]:
+    """The properties of a method by heading, in the order of `LABELS`."""
+    items = facts(method)
+    names = [f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers]
+    items["modifiers"] = ", ".join(names) or "none"
+    return {heading: items[heading] for heading in LABELS if heading in items}
+
+
+def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
+    """The properties that at least a third of the methods of a page have."""
+    values = {heading: [_facts(m).get(heading, "none") for m in methods] for heading in LABELS}
+    top = {heading: max(texts, key=texts.count) for heading, texts in values.items()}
+    return {
+        heading: text
+        for heading, text in top.items()
+        if text != "none" and len(methods) > 1 and 3 * values[heading].count(text) >= len(methods)
+    }
+
+
+def _facts_list(items: Mapping[str, str]) -> str:
+    return "".join(f"- {LABELS[heading]}: {_text(text)}\n" for heading, text in items.items())
+
+
+def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method]) -> str:
+    """The section of a loss: only what differs from most losses of the page."""
+    items = dict.fromkeys(common, "none") | _facts(method)
+    items = {h: _difference(items[h], common.get(h)) for h in LABELS if h in items}
+    items = {heading: text for heading, text in items.items() if text}
+    doc, rows = method_doc(method), _settings_of(method)
+    first = next(other for other in methods if other.loss.fn is method.loss.fn)
+    if first is not method:
+        formula = f"The formula, its source and other settings are those of @{first.name}."
+        doc = replace(doc, summary=f"{doc.summary} {formula}", formula="", source="")
+        rows = [row for row in rows if row not in _settings_of(first)]
+    parts = [f"## {method.name}\n", _description(doc), _facts_list(items) + settings_list(rows)]
     online = ONLINE.get(method.name)
     if online and online.sample_builder and online.sample_builder.settings:
-        parts.append(f"Online training adds further [settings](online.md#{method.name}).\n")
+        parts.append(f"Online training adds [settings](online.md#{method.name}).\n")
     return "\n".join(parts)
+
+
+def _difference(text: str, common: str | None) -> str:
+    """What a property adds to that of most losses of the page; all of it if it differs."""
+    if common is None:
+        return text
+    start = common.rstrip(".")
+    if text.startswith((f"{start}, ", f"{start}; ")):
+        return f"also {text[len(start) + 2 :]}"
+    return "" if text == common else text
+
+
+def settings_list(rows: Sequence[SettingRow]) -> str:
+    """A list of settings with the allowed values, the default and the meaning of each."""
+    return "".join(
+        f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n" for row in rows
+    )
+
+
+def _settings_of(method: Method) -> list[SettingRow]:
+    """The settings of a loss that are not on the page of modifiers."""
+    rows = settings_table(method.settings, "loss.")
+    return [row for row in rows if not _is_of_modifier(row, method)]
 
 
 def _is_of_modifier(row: SettingRow, method: Method) -> bool:
@@ -238,9 +289,24 @@ def _modifier(name: str) -> str:
     rows = [
         row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings
     ]
-    supported = "Supported by " + ", ".join(f"@{method.name}" for method in methods) + ".\n"
     description = _description(read_doc(modifier.fn.__doc__ or ""))
-    return "\n".join([f"## {switch(modifier)}\n", description, supported, table(rows)])
+    supported = f"- Supported by {_supporters(methods)}\n"
+    return "\n".join([f"## {switch(modifier)}\n", description, supported + settings_list(rows)])
+
+
+def _supporters(methods: Sequence[Method]) -> str:
+    """The losses that support a modifier, by page."""
+    parts = list[str]()
+    for name, (title, _, is_member) in FAMILIES.items():
+        members = [method for method in METHODS.values() if is_member(method)]
+        having = [f"@{method.name}" for method in members if method in methods]
+        others = [f"@{method.name}" for method in members if method not in methods]
+        if len(having) > len(others):
+            link = f"[{title[0].lower()}{title[1:]}]({name}.md)"
+            parts.append(f"all {link}" + (f" but {', '.join(others)}" if others else ""))
+        elif having:
+            parts.append(", ".join(having))
+    return "; ".join(parts)
 
 
 def _advantage(fn: Callable[..., Any]) -> str:
@@ -265,8 +331,8 @@ def _online_section(names: Sequence[str], title: str, methods: str) -> str:
     method = ONLINE[names[0]]
     settings = method.sample_builder.settings if method.sample_builder else {}
     rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
-    parts = [f"### {title}\n", _description(builder_doc(method)), f"Used by {methods}.\n"]
-    return "\n".join([*parts, table(rows) if rows else NO_SETTINGS])
+    parts = [f"### {title}\n", _description(builder_doc(method))]
+    return "\n".join([*parts, f"- Used by {methods}\n" + settings_list(rows)])
 
 
 def _name(row: SettingRow) -> str:

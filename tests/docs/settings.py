@@ -154,6 +154,11 @@ def table(rows: Sequence[SettingRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def allowed_values(row: SettingRow) -> str:
+    """The allowed values and the default of a setting."""
+    return row.type if row.default == "required" else f"{row.type}, default {row.default}"
+
+
 def _rate(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
 

@@ -48,9 +48,8 @@ def dpo(
     -(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong. Rafailov et al. 2023, arXiv
     2305.18290, Eq. 7; with e > 0 it is conservative DPO.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
-    margin[P]: required lead of the chosen one (units of beta*d; 0 if the data has none);
-    wrong[P]: probability that the label is wrong.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: required lead of
+    the chosen completion (units of beta*d); wrong[P]: probability that the label is wrong.
 
     beta: strength of the regularization towards the reference.
     """
