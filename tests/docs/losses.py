@@ -63,7 +63,8 @@ sum of weights.
 FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     "thumbs": (
         "Losses for thumbs",
-        "These losses train on single completions rated up or down.",
+        "These losses train on single completions rated up or down. [Notation](index.md#notation) "
+        "defines the symbols.",
         lambda m: m.kind == "judgement",
     ),
     "pairs": (
@@ -124,14 +125,12 @@ training examples in one of two ways. [Notation](index.md#notation) defines the 
 ## Advantages
 
 Policy-gradient methods train on every completion, with one advantage per token. In online training, the formulas below replace the
-*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions. Set the settings in the `loss` section of
-the recipe.
+*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions.
 """
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
 Other online methods select, pair or label completions by their rewards, or show a teacher what the rewards say, and train on the result.
-Below, the loss of each method follows its name in parentheses.
 """
 LABELS = {
     "when": "When to use it",
@@ -146,6 +145,7 @@ LABELS = {
     "implicit reward": "Implicit reward",
     "modifiers": "Modifiers",
 }
+ADVICE = {"when", "curves"}
 ALIKE = "The losses on this page have this in common, unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
@@ -204,7 +204,7 @@ def _overview() -> str:
     rows.append(
         "| [Online training](online.md) | advantages, and the examples made from completions |"
     )
-    return "\n".join(["| page | content |", "| --- | --- |", *rows])
+    return "\n".join(["| page | content |", "| --- | --- |", *rows, ""])
 
 
 def _facts(method: Method) -> dict[str, str]:
@@ -216,14 +216,23 @@ def _facts(method: Method) -> dict[str, str]:
 
 
 def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
-    """The properties that at least a third of the methods of a page have."""
-    values = {heading: [_facts(m).get(heading, "none") for m in methods] for heading in LABELS}
-    top = {heading: max(texts, key=texts.count) for heading, texts in values.items()}
-    return {
-        heading: text
-        for heading, text in top.items()
-        if text != "none" and len(methods) > 1 and 3 * values[heading].count(text) >= len(methods)
-    }
+    """The properties that at least a third of the methods of a page have, perhaps with additions."""
+    common = dict[str, str]()
+    for heading in LABELS.keys() - ADVICE:
+        texts = [_facts(method).get(heading, "") for method in methods]
+        counts = {text: sum(_added(other, text) is not None for other in texts) for text in texts}
+        text = max(counts, key=counts.__getitem__)
+        if text and counts[text] > 1 and 3 * counts[text] >= len(methods):
+            common[heading] = text
+    return {heading: common[heading] for heading in LABELS if heading in common}
+
+
+def _added(text: str, common: str) -> str | None:
+    """What a property adds to that of most losses of the page; None if it differs from it."""
+    start = common.rstrip(".")
+    if text.startswith((f"{start}, ", f"{start}; ")):
+        return text[len(start) + 2 :]
+    return "" if text == common else None
 
 
 def _facts_list(items: Mapping[str, str]) -> str:
@@ -233,7 +242,7 @@ def _facts_list(items: Mapping[str, str]) -> str:
 def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method]) -> str:
     """The section of a loss: only what differs from most losses of the page."""
     items = dict.fromkeys(common, "none") | _facts(method)
-    items = {h: _difference(items[h], common.get(h)) for h in LABELS if h in items}
+    items = {h: _difference(items[h], common.get(h, "")) for h in LABELS if h in items}
     items = {heading: text for heading, text in items.items() if text}
     doc, rows = method_doc(method), _settings_of(method)
     first = next(other for other in methods if other.loss.fn is method.loss.fn)
@@ -248,20 +257,18 @@ def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method
     return "\n".join(parts)
 
 
-def _difference(text: str, common: str | None) -> str:
-    """What a property adds to that of most losses of the page; all of it if it differs."""
-    if common is None:
-        return text
-    start = common.rstrip(".")
-    if text.startswith((f"{start}, ", f"{start}; ")):
-        return f"also {text[len(start) + 2 :]}"
-    return "" if text == common else text
+def _difference(text: str, common: str) -> str:
+    """A property of a loss, without that of most losses of the page."""
+    added = _added(text, common)
+    return f"also {added}" if added else text if added is None else ""
 
 
 def settings_list(rows: Sequence[SettingRow]) -> str:
     """A list of settings with the allowed values, the default and the meaning of each."""
     return "".join(
-        f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n" for row in rows
+        f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n"
+        for row in rows
+        if row.meaning
     )
 
 
@@ -320,10 +327,11 @@ def _builder(fn: Callable[..., Any]) -> str:
         for name, method in ONLINE.items()
         if method.sample_builder and method.sample_builder.fn is fn
     ]
-    title = names[0] if len(names) == 1 else f"{names[0]} and similar methods"
-    return _online_section(
-        names, title, ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in names)
-    )
+    losses = [METHODS[loss_name(ONLINE[name])] for name in names]
+    if len(names) == 1:
+        return _online_section(names, names[0], f"{names[0]}, with the loss @{losses[0].name}")
+    title = f"{names[0]} and similar methods"
+    return _online_section(names, title, f"`online_NAME`, for NAME of {_supporters(losses)}")
 
 
 def _online_section(names: Sequence[str], title: str, methods: str) -> str:

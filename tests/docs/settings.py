@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 
@@ -27,6 +28,17 @@ All settings of a recipe, by section. Settings under `loss` depend on the method
 
 `python -m tests.docs.settings` writes this page.
 """
+
+SHORT = {
+    "a whole number": "integer",
+    "a number": "number",
+    "of at least": "≥",
+    "above": ">",
+    "at most": "≤",
+    "below": "<",
+    "one of ": "",
+}
+"""Short forms of phrases about allowed values."""
 
 SECTIONS = {
     "method": "The method",
@@ -156,7 +168,13 @@ def table(rows: Sequence[SettingRow]) -> str:
 
 def allowed_values(row: SettingRow) -> str:
     """The allowed values and the default of a setting."""
-    return row.type if row.default == "required" else f"{row.type}, default {row.default}"
+    default = "" if row.default == "required" else f"; default {row.default}"
+    return short_type(row.type) + default
+
+
+def short_type(text: str) -> str:
+    """The allowed values of a setting in few words."""
+    return re.sub("|".join(SHORT), lambda match: SHORT[match[0]], text)
 
 
 def _rate(rate: float) -> str:
