@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo
@@ -12,19 +15,29 @@ from tests.docs.blocks import ROOT
 from valence import cli
 from valence.cli.guide import COMMANDS, name
 
+Row = tuple[str, str]
+"""The label and the meaning of an argument or option."""
 PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options, the exit status, and output for programs. `--help` after a command prints the same.
+All commands with their arguments and options. `valence COMMAND --help` prints the same.
 
+- Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
+  another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
+  torchrun and `accelerate launch` ([several processes](scale.md)).
 - `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
-- `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under torchrun and `accelerate launch`
-  ([several processes](scale.md)).
-- The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
 
 `python -m tests.docs.commands` writes this page.
+
+## Common options
+
+Commands with these options list only their names.
 """
+TABLE = ["| argument or option | meaning |", "| --- | --- |"]
+JSON = "Print JSON. See [Output for programs](#output-for-programs)."
+"""The meaning of --json, which `--help` describes for each command."""
 TAIL = """\
 ## Exit status
 
@@ -56,6 +69,9 @@ and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its me
 | `sweep` | one object per trial, and a last one with the results |
 | `import` | `votes`, `counts`, `follow_ups`, `files`, `feedback`, `skipped`, `models`, `weights`, `agreement` |
 | `audit` | `kinds` (for each kind of row: `form`, `states`, `unusable`), `contradictions`, `near_duplicates`, `agreement`, `personal`, `feedback`, `unrated`, `bad`, `out` |
+| `export` | the verification |
+| `inspect` | the tokens of each example, with `--signal` also their signals |
+| `doctor` | one object per check |
 | `select` | `prompts`, `selected`, `order`, `auc`, `interval`, `left_out`, `out` |
 | `compare` | `baseline`, `candidate`, `prompts`, `duplicates`, `trained`, `answers`, `calibrations`, `notes`, `folder`; `judges`, each with `judge`, `win_rate` and `length_controlled` (`value`, `low`, `high`), `wins`, `ties`, `losses`, `failed`, `tags`, `clearest`, and of some `error`, `position` or `cost`; with assertions `assertions` (`number`, `baseline`, `candidate`, `unchecked`, `broken`, `fixed`); with lm-eval `benchmarks`; with a gate `at_least`, `max_broken`, `passed` |
 """
@@ -63,35 +79,72 @@ and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its me
 
 def page() -> str:
     functions = {name(command): command.callback for command in cli.app.registered_commands}
-    parts, panel = [HEAD], ""
+    options = {command: _options(functions[command]) for command in COMMANDS}
+    common = _common(chain.from_iterable(options.values()))
+    rows = [f"| {label} | {text} |" for label, text in common.items()]
+    parts, panel = [HEAD, "\n".join([*TABLE, *rows, ""])], ""
     for command, (title, example) in COMMANDS.items():
         if title != panel:
             panel = title
             parts.append(f"## {title}\n")
-        parts.append(_section(functions[command], f"valence {command}", example))
+        parts += [f"### valence {command}\n", _summary(functions[command])]
+        parts += [f"```sh\n{example}\n```\n", _table(options[command], common)]
     return "\n".join([*parts, TAIL])
 
 
-def _section(function: Any, title: str, example: str) -> str:
-    summary = "\n\n".join(
-        " ".join(part.split()) for part in inspect.cleandoc(function.__doc__).split("\n\n")
-    )
+def _common(rows: Iterable[Row]) -> dict[str, str]:
+    """The options that at least three commands have, with the default if it is the same for all."""
+    meanings: dict[tuple[str, str], list[str]] = {}
+    for label, meaning in rows:
+        meanings.setdefault((label, _parts(meaning)[0]), []).append(meaning)
+    return {
+        label: text if len(set(same)) > 1 else same[0]
+        for (label, text), same in sorted(meanings.items())
+        if len(same) >= 3
+    }
+
+
+def _table(rows: Sequence[Row], common: Mapping[str, str]) -> str:
+    """The options of one command; those that are common only by name and default."""
+    names, lines = list[str](), list[str]()
+    for label, meaning in rows:
+        text, default = _parts(meaning)
+        name = re.sub(r"^(`-\S+) .*`$", r"\1`", label)
+        if common.get(label) == meaning:
+            names.append(name)
+        elif common.get(label) == text:
+            names.append(f"{name} (default: {default})")
+        else:
+            lines.append(f"| {label} | {meaning} |")
+    table = [*TABLE, *lines, ""] if lines else []
+    also = [f"[Common options](#common-options): {', '.join(names)}", ""] if names else []
+    return "\n".join([*table, *also])
+
+
+def _parts(meaning: str) -> tuple[str, str]:
+    """The meaning of an option, and its default."""
+    text, _, default = meaning.partition(" Default: ")
+    return text, default.rstrip(".")
+
+
+def _summary(function: Any) -> str:
+    paragraphs = inspect.cleandoc(function.__doc__).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs) + "\n"
+
+
+def _options(function: Any) -> list[Row]:
+    """The arguments and options, arguments first."""
     hints = get_type_hints(function, include_extras=True)
     rows = [
         _row(parameter, hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if get_origin(hints[parameter.name]) is Annotated
     ]
-    rows.sort(key=lambda row: row[0].startswith("`-"))
-    lines = [f"### {title}\n", f"{summary}\n", f"```sh\n{example}\n```\n"]
-    if rows:
-        lines += ["| argument or option | meaning |", "| --- | --- |"]
-        lines += [f"| {label} | {meaning} |" for label, meaning in rows]
-        lines.append("")
-    return "\n".join(lines)
+    rows = [(label, JSON if label == "`--json`" else meaning) for label, meaning in rows]
+    return sorted(rows, key=lambda row: row[0].startswith("`-"))
 
 
-def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
+def _row(parameter: inspect.Parameter, hint: Any) -> Row:
     """The label and the meaning of an argument or option."""
     kind, info = get_args(hint)[:2]
     meaning = " ".join((info.help or "").split())
@@ -110,8 +163,8 @@ def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
         names = names or [option, f"--no-{option[2:]}"]
         return ", ".join(f"`{part}`" for name in names for part in name.split("/")), meaning
     choices = "\\|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-    value = (info.metavar or choices or parameter.name.upper()).replace("|", "\\|")
-    return ", ".join(f"`{name} {value}`" for name in names or [option]), meaning
+    value = (info.metavar or choices).replace("|", "\\|")
+    return ", ".join(f"`{name} {value}`".replace(" `", "`") for name in names or [option]), meaning
 
 
 if __name__ == "__main__":

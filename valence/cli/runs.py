@@ -168,7 +168,7 @@ def check(
         bool,
         typer.Option(
             "--all",
-            help="Also list settings that have their default value, and details of the plan.",
+            help="Also list settings with default values, and details of the plan.",
         ),
     ] = False,
 ) -> None:
@@ -239,8 +239,8 @@ def score(
         str | None,
         typer.Argument(
             metavar="RECIPE|MODEL|RUN",
-            help="A recipe. With --data, also the folder or hub id of a model, or a run folder. "
-            "Optional with --reward, if the rows have token ids, as those of `valence sample`.",
+            help="A recipe; with --data also a run, or the folder or hub id of a model. Optional "
+            "with --reward, if the rows have token ids, as those of `valence sample`.",
             autocompletion=completion.runs_or_recipes,
         ),
     ] = None,

@@ -85,8 +85,8 @@ def sweep(
         bool,
         typer.Option(
             "--json",
-            help="Print a JSON object for each trial, and a last one with the results. Other "
-            "output goes to standard error.",
+            help="Print a JSON object for each trial, and one with the results. Other output goes "
+            "to standard error.",
         ),
     ] = False,
 ) -> None:
