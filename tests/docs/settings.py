@@ -17,14 +17,15 @@ PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-All settings of a recipe, by section. Settings under `loss` depend on the method: see [Losses](losses/index.md).
+All settings of a recipe, by section. `valence docs SETTING`, such as `valence docs train.compile`, explains a setting in full. Settings
+under `loss` depend on the method: see [Losses](losses/index.md).
 
 - To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
-- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted in an override: `data.train.limit=3`.
-- A model, a dataset, a file of rows, a reward and a tracker can be written as a name (`model: owner/model`,
-  `data: rows.jsonl`).
-- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked
-  up in the folder of the recipe.
+- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted: `data.train.limit=3`.
+- A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`, `data: rows.jsonl`.
+- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked up in the folder of
+  the recipe.
+- The default is allowed besides the *values*. A setting without *values* is true or false, or a text.
 
 `python -m tests.docs.settings` writes this page.
 """
@@ -37,8 +38,19 @@ SHORT = {
     "at most": "≤",
     "below": "<",
     "one of ": "",
+    "true or false or null": "true, false, null",
+    "a mapping of names to values": "mapping",
+    "a section": "section",
+    "a list of": "list of",
+    "a list": "list",
 }
 """Short forms of phrases about allowed values."""
+
+LIKE_TRAIN = ("data.eval.N.", "data.test.N.", "mix.N.train.N.")
+"""Lists of files, whose settings are those of ``data.train.N``."""
+NOTES = {
+    "data": "Items of `data.eval`, `data.test` and `mix.N.train` have the settings of `data.train.N`.\n\n"
+}
 
 SECTIONS = {
     "method": "The method",
@@ -82,8 +94,9 @@ those in bold must be set.
 ROWS = """\
 ## Row formats
 
-`format` takes these names, and those of [feedback tools](feedback/import.md#tools). Every row may also have `weight` and
-`info`. [Rows](feedback/rows.md) shows examples.
+`format` takes these names, those of [feedback tools](feedback/import.md#tools), and those of
+[public data sets](feedback/rows.md#public-data-sets-and-other-names). Every row may also have `weight` and `info`.
+[Rows](feedback/rows.md) shows examples.
 
 | format | columns | optional columns | kind |
 | --- | --- | --- | --- |
@@ -94,10 +107,14 @@ def page() -> str:
     """The content of the page."""
     rows: dict[str, list[SettingRow]] = {}
     for row in settings_table():
+        if row.name.startswith(LIKE_TRAIN):
+            continue
         rows.setdefault(row.name.split(".")[0], []).append(row)
     del rows["loss"]  # which has no settings in the schema
     sections = "\n".join(
-        f"## {SECTIONS[name]}\n\n{table(rows[name])}" for name in SECTIONS if name in rows
+        f"## {SECTIONS[name]}\n\n{NOTES.get(name, '')}{table(rows[name])}"
+        for name in SECTIONS
+        if name in rows
     )
     assert rows.keys() <= SECTIONS.keys()
     return "\n".join(
@@ -122,12 +139,16 @@ def row_formats() -> str:
     return "".join(
         f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
         for name, f in FORMATS.items()
+        if name not in SHAPES
     )
 
 
 def shapes() -> str:
     """The rows of the table of public shapes in docs/feedback/rows.md."""
-    return "".join(f"| `{name}` | {_names(f, True)} | {f.gives} |\n" for name, f in SHAPES.items())
+    return "".join(
+        f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
+        for name, f in SHAPES.items()
+    )
 
 
 def other_names() -> str:
@@ -158,9 +179,9 @@ def rates() -> str:
 
 def table(rows: Sequence[SettingRow]) -> str:
     """A table of settings."""
-    lines = ["| setting | type | default | description |", "| --- | --- | --- | --- |"]
+    lines = ["| setting | values | default | description |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |"
+        f"| `{row.name}` | {_values(row)} | `{row.default}` | {_cell(row.summary)} |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
@@ -174,7 +195,16 @@ def allowed_values(row: SettingRow) -> str:
 
 def short_type(text: str) -> str:
     """The allowed values of a setting in few words."""
+    text = re.sub(r"a section \([^)]*\)", "a section", text)
     return re.sub("|".join(SHORT), lambda match: SHORT[match[0]], text)
+
+
+def _values(row: SettingRow) -> str:
+    """The allowed values, if the default does not show them."""
+    if row.name.endswith(".convert"):
+        return "[conversion](#conversions)"
+    text = row.type.removesuffix(" or null") if row.default == "null" else row.type
+    return "" if text in ("true or false", "text") else _cell(short_type(text))
 
 
 def _rate(rate: float) -> str:
