@@ -64,15 +64,15 @@ class CompareOptions:
         Option(
             metavar="REWARD",
             help="Judge of the answers: a rule, a function, a reward model, the address of a "
-            "server, or a section as in a recipe, also as a YAML file: '{reward: NAME, "
-            "settings: {...}}'. Can be repeated; each judge has a win rate.",
+            "server, or a section as in a recipe. Can be repeated; each judge has a win rate. "
+            "A section is a YAML file or '{reward: NAME, settings: {...}}'.",
         ),
     ] = field(default_factory=list[str])
     out: Annotated[
         Path,
         Option(
             metavar="FOLDER",
-            help="Folder for all results. Rerun with the same folder to resume.",
+            help="Folder for all results, which is resumed if it exists.",
         ),
     ] = Path("comparison")
     assertions: Annotated[
@@ -87,8 +87,8 @@ class CompareOptions:
         Path | None,
         Option(
             metavar="FILE",
-            help="The --out file of `valence collect BASELINE CANDIDATE`: its raters are another "
-            "judge. Needs no --prompts.",
+            help="The --out file of `valence collect BASELINE CANDIDATE`, as another judge. Needs "
+            "no --prompts.",
         ),
     ] = None
     lm_eval: Annotated[
@@ -133,9 +133,10 @@ class CompareOptions:
         str,
         Option(
             metavar="FILE",
-            help="Texts that measure forgetting: how much worse the candidate predicts them. Rows "
-            "of any format, a .txt file with blank lines between the texts, `shipped` (40 "
-            "texts of Valence), or `off`. Default: shipped, if the models answer prompts.",
+            help="Texts that measure forgetting: rows of any format, a .txt file, `shipped` (40 "
+            "texts of Valence), or `off`. The result says how much worse the candidate "
+            "predicts them. Blank lines separate the texts of a .txt file. Default: shipped, "
+            "if the models answer prompts.",
         ),
     ] = "auto"
     max_forgetting: Annotated[
@@ -275,14 +276,13 @@ class ImportOptions:
 class SweepOptions:
     """The trials of a sweep, and how they are run."""
 
-    out: Annotated[Path, Option(help="Folder of the sweep. Rerun with the same folder to resume.")]
+    out: Annotated[Path, Option(help="Folder of the sweep, which is resumed if it exists.")]
     over: Annotated[
         list[str],
         Option(
             metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try; several settings can follow. `recommended`: "
-            "those recommended for the method. With --search optuna also a range: "
-            "train.learning_rate=1e-7:1e-5:log.",
+            help="A setting and the values to try, or `recommended`; several settings can follow. "
+            "With --search optuna also a range: train.learning_rate=1e-7:1e-5:log.",
             autocompletion=completion.settings,
         ),
     ] = field(default_factory=list[str])
@@ -371,7 +371,8 @@ class SampleOptions:
     out: Annotated[
         Path | None,
         Option(
-            help="Write the answers with their tokens to this .jsonl file. If it exists, resume it."
+            help="Write the answers with their tokens to this .jsonl file, and resume it if it "
+            "exists."
         ),
     ] = None
     append: Annotated[
@@ -398,7 +399,7 @@ class ScoreOptions:
     reward: Annotated[
         list[str],
         Option(
-            help="Score with this reward: a function, a rule, a reward model, the address of a "
+            help="Reward to score with: a function, a rule, a reward model, the address of a "
             "server, or a section as in a recipe. Can be repeated; rewards are added. "
             "Default: that of the recipe.",
         ),
@@ -413,7 +414,7 @@ class ScoreOptions:
     out: Annotated[
         Path | None,
         Option(
-            help="Write the rows with their scores to this .jsonl file. If it exists, resume it."
+            help="Write the rows with their scores to this .jsonl file, and resume it if it exists."
         ),
     ] = None
     reference: Annotated[
@@ -474,8 +475,8 @@ class AuditOptions:
         str | None,
         Option(
             metavar="MODEL|RUN",
-            help="Run, recipe, model folder or hub id. Lists labels that contradict a classifier "
-            "on the model's hidden states.",
+            help="List labels that contradict a classifier on the hidden states of this run, "
+            "recipe, model folder or hub id.",
             autocompletion=completion.run_folders,
         ),
     ] = None
@@ -519,7 +520,7 @@ class SelectOptions:
 
 Host = Annotated[
     str,
-    Option(help="Address to listen on. 0.0.0.0: other machines can connect too, and need a token."),
+    Option(help="Address to listen on; 0.0.0.0: other machines can connect too, and need a token."),
 ]
 AllowedHost = Annotated[
     list[str] | None,
@@ -539,7 +540,7 @@ class PageOptions:
         list[str], Option(help="Print a secret link for this rater. Can be repeated.")
     ] = field(default_factory=list[str])
     host: Host = "127.0.0.1"
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = (
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = (
         8765
     )
     allowed_host: AllowedHost = None

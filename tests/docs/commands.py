@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options. `valence COMMAND --help` prints the same.
+All commands with their arguments and options. `valence COMMAND --help` says more about each option, such as whether it can be repeated.
 
 - Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
   another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
@@ -35,7 +35,7 @@ All commands with their arguments and options. `valence COMMAND --help` prints t
 Commands with these options list only their names.
 """
 TABLE = ["| argument or option | meaning |", "| --- | --- |"]
-JSON = "Print JSON. See [Output for programs](#output-for-programs)."
+JSON = "Print JSON: see [Output for programs](#output-for-programs)."
 """The meaning of --json, which `--help` describes for each command."""
 TAIL = """\
 ## Exit status
@@ -80,7 +80,7 @@ def page() -> str:
     functions = {name(command): command.callback for command in cli.app.registered_commands}
     options = {command: _options(functions[command]) for command in COMMANDS}
     common = _common(chain.from_iterable(options.values()))
-    rows = [f"| {label} | {text} |" for label, text in common.items()]
+    rows = [f"| {label} | {_short(text)} |" for label, text in common.items()]
     parts, panel = [HEAD, "\n".join([*TABLE, *rows, ""])], ""
     for command, (title, example) in COMMANDS.items():
         if title != panel:
@@ -104,7 +104,7 @@ def _common(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _table(rows: Sequence[Row], common: Mapping[str, str]) -> str:
-    """The options of one command; those that are common only by name and default."""
+    """The options of one command; those that are common by name and default."""
     names, lines = list[str](), list[str]()
     for label, meaning in rows:
         text, default = _parts(meaning)
@@ -114,7 +114,7 @@ def _table(rows: Sequence[Row], common: Mapping[str, str]) -> str:
         elif common.get(label) == text:
             names.append(f"{name} (default: {default})")
         else:
-            lines.append(f"| {label} | {meaning} |")
+            lines.append(f"| {label} | {_short(meaning)} |")
     table = [*TABLE, *lines, ""] if lines else []
     also = [f"[Common options](#common-options): {', '.join(names)}", ""] if names else []
     return "\n".join([*table, *also])
@@ -124,6 +124,13 @@ def _parts(meaning: str) -> tuple[str, str]:
     """The meaning of an option, and its default."""
     text, _, default = meaning.partition(" Default: ")
     return text, default.rstrip(".")
+
+
+def _short(meaning: str) -> str:
+    """The first sentence about an option, and its default."""
+    text, default = _parts(meaning)
+    first = re.split(r"(?<=[\w)`'])(?<!e\.g)\. (?=[A-Z`-])", text)[0].rstrip(".")
+    return f"{first}. Default: {default}." if default else f"{first}."
 
 
 def _summary(function: Any) -> str:
@@ -161,7 +168,7 @@ def _row(parameter: inspect.Parameter, hint: Any) -> Row:
     if kind in (bool, bool | None):
         names = names or [option, f"--no-{option[2:]}"]
         return ", ".join(f"`{part}`" for name in names for part in name.split("/")), meaning
-    choices = "\\|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+    choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
     value = (info.metavar or choices).replace("|", "\\|")
     return ", ".join(f"`{name} {value}`".replace(" `", "`") for name in names or [option]), meaning
 

@@ -22,8 +22,9 @@ FOLDER = ROOT / "docs" / "losses"
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. These pages have the formula and the source of each loss, when to use it, what its training curves
-look like, and its settings. `valence docs NAME` prints all about one loss. [Choose a method](../train/methods.md) helps you to choose.
+Each method of Valence trains with one loss. These pages have the formula and the source of each loss, when to use it, and its settings.
+`valence docs NAME` prints all about one loss, also what its training curves look like. [Choose a method](../train/methods.md) helps you to
+choose.
 
 @overview
 ## Notation
@@ -133,8 +134,7 @@ BUILDERS_HEAD = """\
 Other online methods select, pair or label completions by their rewards, or show a teacher what the rewards say, and train on the result.
 """
 LABELS = {
-    "when": "When to use it",
-    "curves": "Training curves",
+    "when": "Use",
     "rows": "Rows",
     "columns": "Optional columns",
     "reference": "Reference model",
@@ -145,7 +145,6 @@ LABELS = {
     "implicit reward": "Implicit reward",
     "modifiers": "Modifiers",
 }
-ADVICE = {"when", "curves"}
 ALIKE = "The losses on this page have this in common, unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
@@ -218,7 +217,7 @@ def _facts(method: Method) -> dict[str, str]:
 def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
     """The properties that at least a third of the methods of a page have, perhaps with additions."""
     common = dict[str, str]()
-    for heading in LABELS.keys() - ADVICE:
+    for heading in LABELS.keys() - {"when"}:
         texts = [_facts(method).get(heading, "") for method in methods]
         counts = {text: sum(_added(other, text) is not None for other in texts) for text in texts}
         text = max(counts, key=counts.__getitem__)

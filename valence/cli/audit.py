@@ -30,8 +30,8 @@ def audit(
         list[str],
         typer.Argument(
             metavar="FILE...",
-            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe "
-            "('{path: FILE, keys: {...}}').",
+            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe. A "
+            "section: '{path: FILE, keys: {...}}'.",
         ),
     ],
     options: AuditOptions,

@@ -39,7 +39,7 @@ def collect(
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="Second model. Raters compare the answers of both without seeing their models.",
+            help="Second model; raters compare the answers of both without seeing their models.",
         ),
     ] = None,
     overrides: Overrides = None,

@@ -29,9 +29,8 @@ def docs(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A method or loss such as `kto`, a setting such as `train.seed`, a reward rule "
-            "such as `exact_match`, a page such as `start`, or the code of an error such as "
-            "`setting-unknown`.",
+            help="A method (`kto`), a setting (`train.seed`), a section (`train`), a reward rule "
+            "(`exact_match`), a page (`start`), or the code of an error (`setting-unknown`).",
             autocompletion=completion.topics,
         ),
     ] = None,

@@ -22,8 +22,7 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Tool that the export is from, or the import path of an importer. --list shows "
-            "all tools.",
+            help="Tool of the export (--list shows all), or the import path of an importer.",
             autocompletion=completion.feedback_sources,
         ),
     ] = None,

@@ -23,8 +23,8 @@ def init(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="File of rows: .jsonl, .json, .csv, .tsv or .parquet, also .gz. Or a section as "
-            "in a recipe: '{path: FILE, keys: {...}}'.",
+            help="File of rows (.jsonl, .json, .csv, .tsv or .parquet, also .gz), or a section as "
+            "in a recipe. A section: '{path: FILE, keys: {...}}'.",
         ),
     ] = None,
     recipe: Annotated[

@@ -50,8 +50,9 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help="File of rows, or a section as in a recipe: '{path: FILE, keys: {...}}'. The "
-            "recipe's column names apply where they fit. Can be repeated. Default: data.eval.",
+            help="File of rows, or a section as in a recipe. A section: '{path: FILE, keys: "
+            "{...}}'. The recipe's column names apply where they fit. Can be repeated. "
+            "Default: data.eval.",
         ),
     ] = None,
     out: Annotated[

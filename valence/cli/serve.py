@@ -96,7 +96,7 @@ def serve(
         typer.Option(
             min=0,
             max=65535,
-            help="Port to listen on. 0: any free port. Default: 8000, or 5000 with --reward.",
+            help="Port to listen on; 0: any free port. Default: 8000, or 5000 with --reward.",
         ),
     ] = None,
     allowed_host: AllowedHost = None,

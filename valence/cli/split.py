@@ -17,7 +17,7 @@ def split(
         str,
         typer.Argument(
             metavar="FILE",
-            help="File of rows: .jsonl, .csv, .tsv or .parquet, also .gz. Or a section as in a "
+            help="File of rows (.jsonl, .csv, .tsv or .parquet, also .gz), or a section as in a "
             "recipe.",
         ),
     ],
