@@ -40,14 +40,15 @@ choose.
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
 | `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
-| `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), clamped at 0 from below |
-| `delta` | threshold of bco and bco_pair. Each step computes the mean `beta*r` of each class (thumbs up and thumbs down, or chosen and rejected) and takes the midpoint of the two means; `delta` is the running mean of these midpoints, saved with the run |
+| `z0` | reference point of kto: the mean of `r` over each prompt of the step with the completion of another row (mismatched completions), at least 0 |
+| `delta` | threshold of bco and bco_pair: running mean of the midpoint between the mean `beta*r` of the good and of the bad completions of a step, saved with the run |
 | `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
 | `G`, `R` | number of completions per prompt; reward (or score) of a completion |
 | `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the formula of the [value](modifiers.md#value) term |
 | `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
 | `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
+| `sg` | stop-gradient |
 
 Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
 sum of weights.
@@ -105,13 +106,12 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
 MODIFIERS_PAGE = """\
 # Modifiers
 
-Modifiers are settings of the `loss` section. They change the log-probabilities or weights that a loss reads, or add a term to the loss.
-Each loss lists the modifiers that it supports; all others are errors.
-[Notation](index.md#notation) defines the symbols.
+Modifiers are settings of the `loss` section that change what a loss reads, or add a term to the loss. Modifiers that a loss does not
+support are errors. [Notation](index.md#notation) defines the symbols.
 
 You can combine modifiers. They apply in this order:
 
-1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
+1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens, before they are summed.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.
 3. @nll_weight, @kl_weight and @value add a term to the loss.
 

@@ -85,8 +85,8 @@ def collect(
     """Collect feedback on a model in a web page: thumbs, comparisons, corrections and comments.
     With two models, collect blind comparisons.
 
-    You can train on the output files directly. Your app can use the same server with
-    POST /v1/chat/completions and POST /feedback.
+    You can train on the output files directly. Your app can use the same server, as with `valence
+    serve`.
     """
     require_server_libraries("collect")
     from valence.apps.serve.app import FeedbackService, log_error

@@ -95,8 +95,7 @@ def compare(
     baseline with its confidence interval, overall and by tag.
 
     With --at-least, --max-broken or --max-forgetting, the exit status is a release gate. `--step`
-    is the checkpoint of the baseline. To compare training metrics instead, use `valence report RUN
-    RUN`.
+    is the checkpoint of the baseline. `valence report RUN RUN` compares training metrics.
     """
     terminal = json_console() if as_json else console
     try:

@@ -108,9 +108,8 @@ def export(
 ) -> None:
     """Write a run's model for transformers, vLLM, llama.cpp and Ollama, and verify it.
 
-    The verification loads each file with the program that serves it, and runs the same prompts
-    through it and through the run. Exit status 3: a file answers differently; the table shows which
-    file and why.
+    The verification loads each file with the program that serves it, and compares its answers with
+    those of the run. Exit status 3: a file answers differently.
     """
     messages = json_console() if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))

@@ -128,7 +128,7 @@ def sample(
     nproc: Nproc = None,
 ) -> None:
     """Sample answers from a model, and print them or write them to a file for `valence score` and
-    `valence train`. If the command was stopped, rerun it to resume.
+    `valence train`.
     """
     _check_options(options)
     model: dict[str, Any] = {

@@ -60,9 +60,8 @@ def report(
     """List runs, rewrite the report of a run, compare several runs, or show the result of an A/B
     test.
 
-    A comparison has metrics, settings that differ, curves, and rows on which the runs disagree.
-    Unfinished runs are reported with the data so far. An A/B test may be looked at at any time: the
-    error probability stays at most 5 %.
+    A comparison has metrics, settings that differ, curves, and rows on which the runs disagree. An
+    A/B test may be looked at at any time: the error probability stays at most 5 %.
     """
     paths = paths or []
     is_test = len(paths) == 1 and (paths[0].is_file() or paths[0].suffix == ".jsonl")
