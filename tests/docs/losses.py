@@ -317,7 +317,7 @@ def _supporters(methods: Sequence[Method]) -> str:
 
 def _advantage(fn: Callable[..., Any]) -> str:
     names = [name for name, credit in ADVANTAGES.items() if credit is fn]
-    return _online_section(names, ", ".join(names), ", ".join(f"@{name}" for name in names))
+    return _online_section(names, ", ".join(names))
 
 
 def _builder(fn: Callable[..., Any]) -> str:
@@ -328,18 +328,19 @@ def _builder(fn: Callable[..., Any]) -> str:
     ]
     losses = [METHODS[loss_name(ONLINE[name])] for name in names]
     if len(names) == 1:
-        return _online_section(names, names[0], f"{names[0]}, with the loss @{losses[0].name}")
+        return _online_section(names, names[0], f"- Loss: @{losses[0].name}\n")
     title = f"{names[0]} and similar methods"
-    return _online_section(names, title, f"`online_NAME`, for NAME of {_supporters(losses)}")
+    users = f"- Methods: `online_` and the name of a loss, for {_supporters(losses)}\n"
+    return _online_section(names, title, users)
 
 
-def _online_section(names: Sequence[str], title: str, methods: str) -> str:
+def _online_section(names: Sequence[str], title: str, users: str = "") -> str:
     """What online methods make of a round of completions, with the settings."""
     method = ONLINE[names[0]]
     settings = method.sample_builder.settings if method.sample_builder else {}
     rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
     parts = [f"### {title}\n", _description(builder_doc(method))]
-    return "\n".join([*parts, f"- Used by {methods}\n" + settings_list(rows)])
+    return "\n".join([*parts, users + settings_list(rows)])
 
 
 def _name(row: SettingRow) -> str:

@@ -25,12 +25,13 @@ under `loss` depend on the method: see [Losses](losses/index.md).
 - A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`, `data: rows.jsonl`.
 - Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked up in the folder of
   the recipe.
-- The default is allowed besides the *values*. A setting without *values* is true or false, or a text.
+- The default is allowed besides the *values*. A setting without *values* is true or false if its default is, else text.
 
 `python -m tests.docs.settings` writes this page.
 """
 
 SHORT = {
+    "of at least 0 and at most 1": "0 to 1",
     "a whole number": "integer",
     "a number": "number",
     "of at least": "≥",
@@ -38,7 +39,9 @@ SHORT = {
     "at most": "≤",
     "below": "<",
     "one of ": "",
-    "true or false or null": "true, false, null",
+    '"auto" or true or false': "true, false, auto",
+    'true or false or "auto"': "true, false, auto",
+    " (each text)": "",
     "a mapping of names to values": "mapping",
     "a section": "section",
     "a list of": "list of",
@@ -196,7 +199,7 @@ def allowed_values(row: SettingRow) -> str:
 def short_type(text: str) -> str:
     """The allowed values of a setting in few words."""
     text = re.sub(r"a section \([^)]*\)", "a section", text)
-    return re.sub("|".join(SHORT), lambda match: SHORT[match[0]], text)
+    return re.sub("|".join(map(re.escape, SHORT)), lambda match: SHORT[match[0]], text)
 
 
 def _values(row: SettingRow) -> str:
@@ -204,7 +207,8 @@ def _values(row: SettingRow) -> str:
     if row.name.endswith(".convert"):
         return "[conversion](#conversions)"
     text = row.type.removesuffix(" or null") if row.default == "null" else row.type
-    return "" if text in ("true or false", "text") else _cell(short_type(text))
+    is_evident = text == "text" or (text == "true or false" and row.default != "null")
+    return "" if is_evident else _cell(short_type(text))
 
 
 def _rate(rate: float) -> str:
