@@ -340,7 +340,8 @@ def _online_section(names: Sequence[str], title: str, users: str = "") -> str:
     settings = method.sample_builder.settings if method.sample_builder else {}
     rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
     parts = [f"### {title}\n", _description(builder_doc(method))]
-    return "\n".join([*parts, users + settings_list(rows)])
+    items = users + settings_list(rows)
+    return "\n".join([*parts, *([items] if items else [])])
 
 
 def _name(row: SettingRow) -> str:

@@ -31,7 +31,7 @@ under `loss` depend on the method: see [Losses](losses/index.md).
 """
 
 SHORT = {
-    "of at least 0 and at most 1": "0 to 1",
+    "a number of at least 0 and at most 1": "0 to 1",
     "a whole number": "integer",
     "a number": "number",
     "of at least": "≥",
@@ -191,13 +191,14 @@ def table(rows: Sequence[SettingRow]) -> str:
 
 
 def allowed_values(row: SettingRow) -> str:
-    """The allowed values and the default of a setting."""
+    """The allowed values of a setting besides its default, and the default."""
     default = "" if row.default == "required" else f"; default {row.default}"
-    return short_type(row.type) + default
+    return _short_type(row) + default
 
 
-def short_type(text: str) -> str:
-    """The allowed values of a setting in few words."""
+def _short_type(row: SettingRow) -> str:
+    """The allowed values of a setting besides its default, in few words."""
+    text = row.type.removesuffix(" or null") if row.default == "null" else row.type
     text = re.sub(r"a section \([^)]*\)", "a section", text)
     return re.sub("|".join(map(re.escape, SHORT)), lambda match: SHORT[match[0]], text)
 
@@ -206,9 +207,9 @@ def _values(row: SettingRow) -> str:
     """The allowed values, if the default does not show them."""
     if row.name.endswith(".convert"):
         return "[conversion](#conversions)"
-    text = row.type.removesuffix(" or null") if row.default == "null" else row.type
+    text = _short_type(row)
     is_evident = text == "text" or (text == "true or false" and row.default != "null")
-    return "" if is_evident else _cell(short_type(text))
+    return "" if is_evident else _cell(text)
 
 
 def _rate(rate: float) -> str:
