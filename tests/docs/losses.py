@@ -59,6 +59,7 @@ sum of weights.
 - *Average* says what the loss is averaged over.
 - *First step* is the direction in which a step moves the model while policy and reference are equal.
 - *Implicit reward* is the value of `rewards/*` in the log. [Metrics](../metrics.md) explains all that is logged.
+- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
 - Each page begins with what applies to most of its losses. A loss lists only what differs.
 """
 
@@ -249,7 +250,7 @@ def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method
         formula = f"The formula, its source and other settings are those of @{first.name}."
         doc = replace(doc, summary=f"{doc.summary} {formula}", formula="", source="")
         rows = [row for row in rows if row not in _settings_of(first)]
-    parts = [f"## {method.name}\n", _description(doc), _facts_list(items) + settings_list(rows)]
+    parts = [f"## {method.name}\n", _description(doc), _facts_list(items) + _settings_list(rows)]
     online = ONLINE.get(method.name)
     if online and online.sample_builder and online.sample_builder.settings:
         parts.append(f"Online training adds [settings](online.md#{method.name}).\n")
@@ -262,8 +263,7 @@ def _difference(text: str, common: str) -> str:
     return f"also {added}" if added else text if added is None else ""
 
 
-def settings_list(rows: Sequence[SettingRow]) -> str:
-    """A list of settings with the allowed values, the default and the meaning of each."""
+def _settings_list(rows: Sequence[SettingRow]) -> str:
     return "".join(
         f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n"
         for row in rows
@@ -297,7 +297,7 @@ def _modifier(name: str) -> str:
     ]
     description = _description(read_doc(modifier.fn.__doc__ or ""))
     supported = f"- Supported by {_supporters(methods)}\n"
-    return "\n".join([f"## {switch(modifier)}\n", description, supported + settings_list(rows)])
+    return "\n".join([f"## {switch(modifier)}\n", description, supported + _settings_list(rows)])
 
 
 def _supporters(methods: Sequence[Method]) -> str:
@@ -340,7 +340,7 @@ def _online_section(names: Sequence[str], title: str, users: str = "") -> str:
     settings = method.sample_builder.settings if method.sample_builder else {}
     rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
     parts = [f"### {title}\n", _description(builder_doc(method))]
-    items = users + settings_list(rows)
+    items = users + _settings_list(rows)
     return "\n".join([*parts, *([items] if items else [])])
 
 

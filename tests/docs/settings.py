@@ -25,7 +25,7 @@ under `loss` depend on the method: see [Losses](losses/index.md).
 - A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`, `data: rows.jsonl`.
 - Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked up in the folder of
   the recipe.
-- The default is allowed besides the *values*. A setting without *values* is true or false if its default is, else text.
+- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
 
 `python -m tests.docs.settings` writes this page.
 """
@@ -115,7 +115,7 @@ def page() -> str:
         rows.setdefault(row.name.split(".")[0], []).append(row)
     del rows["loss"]  # which has no settings in the schema
     sections = "\n".join(
-        f"## {SECTIONS[name]}\n\n{NOTES.get(name, '')}{table(rows[name])}"
+        f"## {SECTIONS[name]}\n\n{NOTES.get(name, '')}{settings_list(rows[name])}"
         for name in SECTIONS
         if name in rows
     )
@@ -180,46 +180,34 @@ def rates() -> str:
     return "".join(rows)
 
 
-def table(rows: Sequence[SettingRow]) -> str:
-    """A table of settings."""
-    lines = ["| setting | values | default | description |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{row.name}` | {_values(row)} | `{row.default}` | {_cell(row.summary)} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+def settings_list(rows: Sequence[SettingRow]) -> str:
+    """A list of settings with the allowed values, the default and the first paragraph of each."""
+    link = "[Default learning rates](#default-learning-rates)"
+    text = "".join(f"- `{row.name}` ({allowed_values(row)}): {row.summary}\n" for row in rows)
+    text = text.replace("the table of default learning rates in docs/settings.md", link)
+    return text.replace("<", "&lt;")
 
 
 def allowed_values(row: SettingRow) -> str:
-    """The allowed values of a setting besides its default, and the default."""
-    default = "" if row.default == "required" else f"; default {row.default}"
-    return _short_type(row) + default
+    """The allowed values of a setting besides its default, and the default if it is not null."""
+    default = row.default.strip('"')
+    if default == "null":
+        return _short_type(row)
+    default = default if default == "required" else f"default {default}"
+    return default if row.type in ("true or false", "text") else f"{_short_type(row)}; {default}"
 
 
 def _short_type(row: SettingRow) -> str:
     """The allowed values of a setting besides its default, in few words."""
+    if row.name.endswith(".convert"):
+        return "[conversion](#conversions)"
     text = row.type.removesuffix(" or null") if row.default == "null" else row.type
     text = re.sub(r"a section \([^)]*\)", "a section", text)
     return re.sub("|".join(map(re.escape, SHORT)), lambda match: SHORT[match[0]], text)
 
 
-def _values(row: SettingRow) -> str:
-    """The allowed values, if the default does not show them."""
-    if row.name.endswith(".convert"):
-        return "[conversion](#conversions)"
-    text = _short_type(row)
-    is_evident = text == "text" or (text == "true or false" and row.default != "null")
-    return "" if is_evident else _cell(text)
-
-
 def _rate(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
-
-
-def _cell(text: str) -> str:
-    link = "[Default learning rates](#default-learning-rates)"
-    text = text.replace("the table of default learning rates in docs/settings.md", link)
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 @cache
