@@ -34,7 +34,6 @@ All commands with their arguments and options. `valence COMMAND --help` says mor
 
 Commands with these options list only their names.
 """
-TABLE = ["| argument or option | meaning |", "| --- | --- |"]
 JSON = "Print JSON: see [Output for programs](#output-for-programs)."
 """The meaning of --json, which `--help` describes for each command."""
 TAIL = """\
@@ -80,14 +79,13 @@ def page() -> str:
     functions = {name(command): command.callback for command in cli.app.registered_commands}
     options = {command: _options(functions[command]) for command in COMMANDS}
     common = _common(chain.from_iterable(options.values()))
-    rows = [f"| {label} | {_short(text)} |" for label, text in common.items()]
-    parts, panel = [HEAD, "\n".join([*TABLE, *rows, ""])], ""
+    parts, panel = [HEAD, _list(common.items())], ""
     for command, (title, example) in COMMANDS.items():
         if title != panel:
             panel = title
             parts.append(f"## {title}\n")
         parts += [f"### valence {command}\n", _summary(functions[command])]
-        parts += [f"```sh\n{example}\n```\n", _table(options[command], common)]
+        parts += [f"```sh\n{example}\n```\n", _own_options(options[command], common)]
     return "\n".join([*parts, TAIL])
 
 
@@ -103,9 +101,9 @@ def _common(rows: Iterable[Row]) -> dict[str, str]:
     }
 
 
-def _table(rows: Sequence[Row], common: Mapping[str, str]) -> str:
+def _own_options(rows: Sequence[Row], common: Mapping[str, str]) -> str:
     """The options of one command; those that are common by name and default."""
-    names, lines = list[str](), list[str]()
+    names, others = list[str](), list[Row]()
     for label, meaning in rows:
         text, default = _parts(meaning)
         name = re.sub(r"^(`-\S+) .*`$", r"\1`", label)
@@ -114,10 +112,13 @@ def _table(rows: Sequence[Row], common: Mapping[str, str]) -> str:
         elif common.get(label) == text:
             names.append(f"{name} (default: {default})")
         else:
-            lines.append(f"| {label} | {_short(meaning)} |")
-    table = [*TABLE, *lines, ""] if lines else []
-    also = [f"[Common options](#common-options): {', '.join(names)}", ""] if names else []
-    return "\n".join([*table, *also])
+            others.append((label, meaning))
+    also = f"- [Common options](#common-options): {', '.join(names)}\n" if names else ""
+    return _list(others) + also
+
+
+def _list(rows: Iterable[Row]) -> str:
+    return "".join(f"- {label}: {_short(meaning)}\n" for label, meaning in rows)
 
 
 def _parts(meaning: str) -> tuple[str, str]:
@@ -158,9 +159,8 @@ def _row(parameter: inspect.Parameter, hint: Any) -> Row:
     shown = shown and parameter.default != []
     if shown and "Default" not in meaning:
         meaning += f" Default: {parameter.default}."
-    meaning = re.sub(r"(?<!\\)\|", r"\\|", meaning)
     if isinstance(info, ArgumentInfo):
-        return f"`{info.metavar or parameter.name.upper()}`".replace("|", "\\|"), meaning
+        return f"`{info.metavar or parameter.name.upper()}`", meaning
     option = f"--{parameter.name.replace('_', '-')}"
     # In `Annotated`, typer takes the first name of an option for its default.
     first = [info.default] if isinstance(info.default, str) else []
@@ -169,7 +169,7 @@ def _row(parameter: inspect.Parameter, hint: Any) -> Row:
         names = names or [option, f"--no-{option[2:]}"]
         return ", ".join(f"`{part}`" for name in names for part in name.split("/")), meaning
     choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-    value = (info.metavar or choices).replace("|", "\\|")
+    value = info.metavar or choices
     return ", ".join(f"`{name} {value}`".replace(" `", "`") for name in names or [option]), meaning
 
 

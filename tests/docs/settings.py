@@ -184,8 +184,7 @@ def settings_list(rows: Sequence[SettingRow]) -> str:
     """A list of settings with the allowed values, the default and the first paragraph of each."""
     link = "[Default learning rates](#default-learning-rates)"
     text = "".join(f"- `{row.name}` ({allowed_values(row)}): {row.summary}\n" for row in rows)
-    text = text.replace("the table of default learning rates in docs/settings.md", link)
-    return text.replace("<", "&lt;")
+    return text.replace("the table of default learning rates in docs/settings.md", link)
 
 
 def allowed_values(row: SettingRow) -> str:
