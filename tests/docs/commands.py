@@ -85,7 +85,7 @@ def page() -> str:
             panel = title
             parts.append(f"## {title}\n")
         parts += [f"### valence {command}\n", _summary(functions[command])]
-        parts += [f"```sh\n{example}\n```\n", _own_options(options[command], common)]
+        parts += [f"```sh\n{example}\n```\n", _command_options(options[command], common)]
     return "\n".join([*parts, TAIL])
 
 
@@ -101,7 +101,7 @@ def _common(rows: Iterable[Row]) -> dict[str, str]:
     }
 
 
-def _own_options(rows: Sequence[Row], common: Mapping[str, str]) -> str:
+def _command_options(rows: Sequence[Row], common: Mapping[str, str]) -> str:
     """The options of one command; those that are common by name and default."""
     names, others = list[str](), list[Row]()
     for label, meaning in rows:
