@@ -808,9 +808,10 @@ class Rollout(Section):
     the first process.
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """With start: share of the memory of each GPU that the server may use. Default: that of vLLM.
+    """With start: share of the memory of each GPU that the server may use. Default: that of vLLM,
+    or what a training process on the GPU leaves free.
 
-    On a GPU with a training process, the default is the share that the memory estimate leaves free.
+    On a GPU with a training process, the default follows from the memory estimate.
     """
     sleep: bool | Literal["auto"] = "auto"
     """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
@@ -1022,8 +1023,8 @@ class Train(Section):
     On a CPU, the compiler is `g++`. on also compiles sharded weights, auto does not.
     """
     router_aux_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which uses
-    0.01; 0: it is not computed.
+    """Weight of the load-balancing loss of a mixture of experts; 0.01 in its paper (Switch
+    Transformers, arXiv 2101.03961). 0: it is not computed.
 
     Most configurations of transformers have 0.001. The loss is added to that of every step. It
     covers all tokens, prompts included, of the sequences that are trained on, and those of `mix`.
