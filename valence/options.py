@@ -342,12 +342,12 @@ class SampleOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        _temperature("  Default: rollout.temperature, else 0.7, or 1 with --out."),
+        _temperature(" Default: rollout.temperature, else 0.7, or 1 with --out."),
     ] = None
-    top_p: Annotated[float | None, _top_p("  Default: rollout.top_p, else 1.")] = None
+    top_p: Annotated[float | None, _top_p(" Default: rollout.top_p, else 1.")] = None
     max_new_tokens: Annotated[
         int | None,
-        _max_new_tokens("  Default: rollout.max_new_tokens, else 256, or 512 with --out."),
+        _max_new_tokens(" Default: rollout.max_new_tokens, else 256, or 512 with --out."),
     ] = None
     at_once: AtOnce = None
     seed: Annotated[int, Option(help="Random seed of the answers.")] = 0

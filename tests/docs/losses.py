@@ -137,7 +137,7 @@ Other online methods select, pair or label completions by their rewards, or show
 LABELS = {
     "when": "Use",
     "rows": "Rows",
-    "columns": "Optional columns",
+    "optional columns": "Optional columns",
     "reference": "Reference model",
     "reads": "Reads",
     "advantage": "Advantage",

@@ -112,7 +112,7 @@ def facts(method: Method) -> dict[str, str]:
     guide = GUIDE.get(method.name)
     items = {
         "rows": WORDS[method.kind],
-        "columns": _columns(method),
+        "optional columns": _columns(method),
         "reference": _reference(method),
         "average": AVERAGES.get(loss.average, loss.average),
         "reads": doc.tensors,
