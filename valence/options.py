@@ -72,7 +72,7 @@ class CompareOptions:
         Path,
         Option(
             metavar="FOLDER",
-            help="Folder for all results, which is resumed if it exists.",
+            help="Folder for all results; rerun with the same folder to resume.",
         ),
     ] = Path("comparison")
     assertions: Annotated[
@@ -276,7 +276,7 @@ class ImportOptions:
 class SweepOptions:
     """The trials of a sweep, and how they are run."""
 
-    out: Annotated[Path, Option(help="Folder of the sweep, which is resumed if it exists.")]
+    out: Annotated[Path, Option(help="Folder of the sweep; rerun with the same folder to resume.")]
     over: Annotated[
         list[str],
         Option(
@@ -342,12 +342,14 @@ class SampleOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        _temperature(" Default: rollout.temperature, else 0.7, or 1 with --out."),
+        _temperature(" Default: the recipe's rollout.temperature, else 0.7, or 1 with --out."),
     ] = None
-    top_p: Annotated[float | None, _top_p(" Default: rollout.top_p, else 1.")] = None
+    top_p: Annotated[float | None, _top_p(" Default: the recipe's rollout.top_p, else 1.")] = None
     max_new_tokens: Annotated[
         int | None,
-        _max_new_tokens(" Default: rollout.max_new_tokens, else 256, or 512 with --out."),
+        _max_new_tokens(
+            " Default: the recipe's rollout.max_new_tokens, else 256, or 512 with --out."
+        ),
     ] = None
     at_once: AtOnce = None
     seed: Annotated[int, Option(help="Random seed of the answers.")] = 0

@@ -28,8 +28,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|FILE...",
-            help="Folders of runs, or the --out file of `valence serve` with two models. Default: "
-            "list the runs in the folder runs.",
+            help="Run folders, folders with runs, or the --out file of `valence serve` with two "
+            "models. Default: list the runs in the folder runs.",
             autocompletion=completion.run_folders,
         ),
     ] = None,
