@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options. `valence COMMAND --help` says more about each option, such as whether it can be repeated.
+All commands with their arguments and options. `valence COMMAND --help` says more about them, such as which options can be repeated.
 
 - Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
   another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
@@ -41,11 +41,11 @@ TAIL = """\
 
 | Exit status | Meaning |
 | --- | --- |
-| 0 | done; for `train` also a run that ended early because the metric (`run.early_stop`) or the gradient (`train.max_zero_gradient_steps`) showed no progress |
+| 0 | done; also a run that ended early because of `run.early_stop` or `train.max_zero_gradient_steps` |
 | 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
-| 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk or a process that does not respond; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
-| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`); `valence export`: an exported file [differs](ship.md#differences) from the run |
-| 124 | `run.max_time` was reached; the step was finished and the state saved |
+| 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
+| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
+| 124 | `run.max_time` was reached, state saved |
 | 129 | stopped by SIGHUP (the terminal was closed), state saved |
 | 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
 | 137 | killed (`kill -9`, or by the system when memory runs out): the steps since the last checkpoint are lost |
@@ -135,8 +135,8 @@ def _short(meaning: str) -> str:
 
 
 def _summary(function: Any) -> str:
-    paragraphs = inspect.cleandoc(function.__doc__).split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs) + "\n"
+    """The first paragraph about a command."""
+    return " ".join(inspect.cleandoc(function.__doc__).partition("\n\n")[0].split()) + "\n"
 
 
 def _options(function: Any) -> list[Row]:
