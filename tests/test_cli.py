@@ -434,6 +434,19 @@ def explained(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_a_setting_is_explained_in_full_and_a_section_in_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = explained("train.checkpointing", capsys)
+    assert 'Default: "off".' in shown
+    assert "selective: every second layer." in " ".join(shown.split())
+    shown = explained("model.lora", capsys)
+    assert "model.lora.rank" in shown
+    assert "model.name" not in shown
+    error = command_error("docs", "loss.beta")
+    check_error(error, "argument-invalid", where="NAME", fix="valence docs METHOD")
+
+
 def test_losses_lists_the_methods_of_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("docs") == 0
     assert ", ".join(ONLINE) in " ".join(capsys.readouterr().out.split())

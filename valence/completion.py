@@ -76,11 +76,12 @@ def methods(incomplete: str) -> list[str]:
 
 
 def topics(incomplete: str) -> list[str]:
-    """Names of methods, reward rules and pages."""
+    """Names of methods, reward rules, pages and settings."""
+    from valence.config.describe import settings_table
     from valence.rewards.rules import RULES
     from valence.shipped import pages
 
-    names = (*RULES, *pages())
+    names = (*RULES, *pages(), *(row.name for row in settings_table()))
     return [*methods(incomplete), *(name for name in names if name.startswith(incomplete))]
 
 

@@ -34,7 +34,7 @@ def _temperature(default: str = "") -> Any:
 
 
 def _top_p(default: str = "", min: float | None = None, max: float | None = None) -> Any:
-    text = "Sample from the smallest set of most likely tokens with this total probability."
+    text = "Sample from the smallest set of tokens with this total probability."
     return Option(min=min, max=max, help=text + default)
 
 
@@ -46,7 +46,7 @@ AtOnce = Annotated[
     int | None,
     Option(
         min=1,
-        help="Answers per batch. If the command is killed, at most one batch is lost. Default: 64.",
+        help="Answers per batch; a killed command loses at most one batch. Default: 64.",
     ),
 ]
 
@@ -63,58 +63,55 @@ class CompareOptions:
         list[str],
         Option(
             metavar="REWARD",
-            help="Judge of the answers: a rule, a function (package.module:function), a reward "
-            "model or the address of a server, or a section as in a recipe ("
-            "'{reward: NAME, settings: {...}}'), also as a YAML file. Can be repeated; each judge "
-            "has a win rate.",
+            help="Judge of the answers: a rule, a function, a reward model, the address of a "
+            "server, or a section as in a recipe. Can be repeated; each judge has a win rate. "
+            "A section is a YAML file or '{reward: NAME, settings: {...}}'.",
         ),
     ] = field(default_factory=list[str])
     out: Annotated[
         Path,
         Option(
             metavar="FOLDER",
-            help="Folder for the answers, the verdicts, compare.json and report.html. Rerun with "
-            "the same folder to resume.",
+            help="Folder for all results; rerun with the same folder to resume.",
         ),
     ] = Path("comparison")
     assertions: Annotated[
         list[str],
         Option(
             metavar="FILE",
-            help="File of prompts with a column `assert`. Both models answer them; judges do not "
-            "compare these answers. Can be repeated. Prompts of --prompts may have assertions too.",
+            help="File of prompts with a column `assert`, whose answers are not judged. Can be "
+            "repeated. Those of --prompts may have assertions too.",
         ),
     ] = field(default_factory=list[str])
     votes: Annotated[
         Path | None,
         Option(
             metavar="FILE",
-            help="The --out file of `valence collect BASELINE CANDIDATE`: its raters become "
-            "another judge. Without --prompts, no answers are sampled.",
+            help="The --out file of `valence collect BASELINE CANDIDATE`, as another judge. Needs "
+            "no --prompts.",
         ),
     ] = None
     lm_eval: Annotated[
         tuple[Path, Path] | None,
         Option(
             metavar="BASELINE CANDIDATE",
-            help="The --output_path of lm_eval for both models, or a result file of each. Without "
-            "--prompts, no model answers.",
+            help="Results of lm_eval (--output_path or a file) for both models. Needs no "
+            "--prompts.",
         ),
     ] = None
     lm_eval_tasks: Annotated[
         str | None,
         Option(
             metavar="TASKS",
-            help="Evaluate both models on tasks, groups or tags of lm-eval, separated by commas, "
-            "such as arc_easy,hellaswag; or on YAML files of tasks. Without --prompts, no model "
-            "answers prompts.",
+            help="Tasks, groups or tags of lm-eval to evaluate, such as arc_easy,hellaswag, or "
+            "YAML files of tasks. Needs no --prompts.",
         ),
     ] = None
     lm_eval_include: Annotated[
         list[Path],
         Option(
             metavar="FOLDER",
-            help="A folder with YAML files of your own tasks for lm-eval. Can be repeated.",
+            help="Folder with YAML files of your tasks for lm-eval. Can be repeated.",
         ),
     ] = field(default_factory=list[Path])
     lm_eval_fewshot: Annotated[
@@ -123,23 +120,23 @@ class CompareOptions:
     ] = None
     lm_eval_limit: Annotated[
         int | None,
-        Option(min=1, help="Ask only the first N questions of each task, to try it out."),
+        Option(min=1, help="Ask only the first N questions of each task."),
     ] = None
     lm_eval_chat: Annotated[
         bool | None,
         Option(
-            help="Ask the questions of lm-eval with the chat templates of the models, or as plain "
-            "text. Default: with chat templates if the models are prompted with them.",
+            help="Ask the questions of lm-eval with chat templates, or as plain text. Default: as "
+            "the models are prompted.",
         ),
     ] = None
     other_text: Annotated[
         str,
         Option(
             metavar="FILE",
-            help="Texts that measure forgetting: how much worse the candidate predicts them than "
-            "the baseline. Rows of any format, or plain text (.txt) with blank lines between the "
-            "texts. `shipped`: 40 texts that come with Valence. `off`: not measured. Default: "
-            "shipped, if the models answer prompts.",
+            help="Texts that measure forgetting: rows of any format, a .txt file, `shipped` (40 "
+            "texts of Valence), or `off`. The result says how much worse the candidate "
+            "predicts them. Blank lines separate the texts of a .txt file. Default: shipped, "
+            "if the models answer prompts.",
         ),
     ] = "auto"
     max_forgetting: Annotated[
@@ -147,16 +144,16 @@ class CompareOptions:
         Option(
             min=0.0,
             metavar="NATS",
-            help="Release gate: exit with status 3 if the candidate's loss on --other-text is more "
-            "than NATS per token above the baseline's.",
+            help="Gate: exit with status 3 if the candidate's loss on --other-text is more than "
+            "NATS per token above the baseline's.",
         ),
     ] = None
     labels: Annotated[
         list[str],
         Option(
             metavar="FILE",
-            help="File of thumbs or pairs from people. First measures how well each judge agrees "
-            "with them. Can be repeated.",
+            help="File of thumbs or pairs from people, to measure how well each judge agrees with "
+            "them. Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     min_agreement: Annotated[
@@ -164,7 +161,7 @@ class CompareOptions:
         Option(
             min=0.0,
             max=1.0,
-            help="Refuse a judge with less agreement with --labels than this. Default: 0.6.",
+            help="Refuse judges that agree less with --labels. Default: 0.6.",
         ),
     ] = None
     allow_below: Annotated[
@@ -182,7 +179,7 @@ class CompareOptions:
         Option(
             min=0.0,
             max=1.0,
-            help="Fail if a judge gives no verdict on more than this fraction of the prompts.",
+            help="Fail if a judge has no verdict on more than this share of the prompts.",
         ),
     ] = 0.1
     max_new_tokens: Annotated[int, _max_new_tokens()] = 256
@@ -194,7 +191,7 @@ class CompareOptions:
     ] = 0
     fresh: Annotated[
         bool,
-        Option("--fresh", help="Rename the folder of an earlier comparison, and start over."),
+        Option("--fresh", help="Rename the existing output, and start over."),
     ] = False
 
 
@@ -210,8 +207,7 @@ class ImportOptions:
     out: Annotated[
         Path,
         Option(
-            help="Write the rows to this .jsonl file, and rows of other kinds to files next to it. "
-            "Repeat the command to add newer votes.",
+            help="Write the rows to this .jsonl file, and rows of other kinds to files next to it.",
         ),
     ] = Path("feedback.jsonl")
     since: Annotated[
@@ -229,8 +225,8 @@ class ImportOptions:
         str | None,
         Option(
             metavar="NAME",
-            help="With --url: environment variable that contains the server's API key. Default: "
-            "the tool's own variable, such as LANGSMITH_API_KEY.",
+            help="With --url: environment variable with the API key. Default: that of the tool, "
+            "such as LANGSMITH_API_KEY.",
         ),
     ] = None
     prompt: Annotated[str | None, _path_option("the prompt")] = None
@@ -253,8 +249,8 @@ class ImportOptions:
         bool,
         Option(
             "--unlabelled",
-            help="Also write rows without a label, for `hindsight`: answers that a user corrected, "
-            "or that a user message follows.",
+            help="Also write rows for `hindsight`: answers that a user corrected, or that a user "
+            "message follows.",
         ),
     ] = False
     include_machine: Annotated[
@@ -268,8 +264,7 @@ class ImportOptions:
         bool,
         Option(
             "--complete",
-            help="The export contains all votes of the tool: remove stored votes that are not in "
-            "it, because they were withdrawn.",
+            help="The export has all votes of the tool: remove stored votes that are not in it.",
         ),
     ] = False
     overwrite: Annotated[
@@ -281,29 +276,25 @@ class ImportOptions:
 class SweepOptions:
     """The trials of a sweep, and how they are run."""
 
-    out: Annotated[Path, Option(help="Folder of the sweep. Rerun with the same folder to resume.")]
+    out: Annotated[Path, Option(help="Folder of the sweep; rerun with the same folder to resume.")]
     over: Annotated[
         list[str],
         Option(
             metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try. Several settings can follow one --over. "
-            "`recommended`: the recommended values for the method. With --search optuna also a "
-            "range, such as train.learning_rate=1e-7:1e-5:log.",
+            help="A setting and the values to try, or `recommended`; several settings can follow. "
+            "With --search optuna also a range: train.learning_rate=1e-7:1e-5:log.",
             autocompletion=completion.settings,
         ),
     ] = field(default_factory=list[str])
     seeds: Annotated[
         int,
-        Option(
-            min=1, help="Train each configuration with N seeds, to tell differences from noise."
-        ),
+        Option(min=1, help="Train each configuration with N seeds."),
     ] = 1
     objective: Annotated[
         str | None,
         Option(
             metavar="NAME[:max|:min]",
-            help="Metric on held-out rows to compare. Default: the metric that the run report "
-            "judges by.",
+            help="Held-out metric to compare. Default: that of the report.",
         ),
     ] = None
     search: Annotated[
@@ -319,8 +310,8 @@ class SweepOptions:
         bool,
         Option(
             "--stop-early",
-            help="Stop trials whose held-out metric is worse than the median of the finished "
-            "trials at the same step. Rerun without it to continue them.",
+            help="Stop trials that are worse than the median of the finished ones at the same "
+            "step. Rerun without it to continue them.",
         ),
     ] = False
     nproc: Annotated[int | None, Option(min=1, help="Run each trial in N processes.")] = None
@@ -346,19 +337,18 @@ class SampleOptions:
             min=1,
             max=65536,
             metavar="N",
-            help="Answers per prompt. Default: rollout.num_rollouts of a recipe with a reward, "
-            "else 1.",
+            help="Answers per prompt. Default: rollout.num_rollouts with a reward, else 1.",
         ),
     ] = None
     temperature: Annotated[
         float | None,
-        _temperature(" Default: the recipe's rollout.temperature, else 0.7 (1 with --out)."),
+        _temperature(" Default: the recipe's rollout.temperature, else 0.7, or 1 with --out."),
     ] = None
     top_p: Annotated[float | None, _top_p(" Default: the recipe's rollout.top_p, else 1.")] = None
     max_new_tokens: Annotated[
         int | None,
         _max_new_tokens(
-            " Default: the recipe's rollout.max_new_tokens, else 256 (512 with --out)."
+            " Default: the recipe's rollout.max_new_tokens, else 256, or 512 with --out."
         ),
     ] = None
     at_once: AtOnce = None
@@ -366,16 +356,15 @@ class SampleOptions:
     prompt: Annotated[
         list[str],
         Option(
-            help="Text of a prompt. It becomes a user message if data.as_chat says so (default: if "
-            "the model has a chat template). Can be repeated.",
+            help="Text of a prompt, which becomes a user message if the model has a chat template "
+            "(data.as_chat). Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     data: Annotated[
         list[str],
         Option(
-            help="File of rows with a column `prompt` or `text`; other columns are copied to "
-            "`info`. Can be repeated. Default with --out: the training prompts of a recipe with a "
-            "reward.",
+            help="File of rows with a column `prompt` or `text`; other columns go to `info`. Can "
+            "be repeated. Default with --out: the training prompts of a recipe with a reward.",
         ),
     ] = field(default_factory=list[str])
     system: Annotated[str | None, Option(help="Text of a system message before each --prompt.")] = (
@@ -384,7 +373,8 @@ class SampleOptions:
     out: Annotated[
         Path | None,
         Option(
-            help="Write the answers with their tokens to this .jsonl file. If it exists, resume it."
+            help="Write the answers with their tokens to this .jsonl file, and resume it if it "
+            "exists."
         ),
     ] = None
     append: Annotated[
@@ -392,7 +382,7 @@ class SampleOptions:
         Option("--append", help="Append answers to other prompts, or with another seed, to --out."),
     ] = False
     fresh: Annotated[
-        bool, Option("--fresh", help="Rename an existing --out file, and start over.")
+        bool, Option("--fresh", help="Rename the existing output, and start over.")
     ] = False
 
     @property
@@ -411,22 +401,22 @@ class ScoreOptions:
     reward: Annotated[
         list[str],
         Option(
-            help="Score the answers with this reward: a function, a rule, a reward model or the "
-            "address of a server, or a section as in a recipe. Can be repeated; rewards are added. "
-            "Default: the recipe's reward, if it has one.",
+            help="Reward to score with: a function, a rule, a reward model, the address of a "
+            "server, or a section as in a recipe. Can be repeated; rewards are added. "
+            "Default: that of the recipe.",
         ),
     ] = field(default_factory=list[str])
     data: Annotated[
         list[str],
         Option(
-            help="File of rows with answers to score, or a section as in a recipe ('{path: FILE, "
-            "keys: {...}}'). Can be repeated. The recipe's column names apply where they fit.",
+            help="File of rows with answers, or a section as in a recipe. The recipe's column "
+            "names apply where they fit. Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     out: Annotated[
         Path | None,
         Option(
-            help="Write the rows with their scores to this .jsonl file. If it exists, resume it."
+            help="Write the rows with their scores to this .jsonl file, and resume it if it exists."
         ),
     ] = None
     reference: Annotated[
@@ -435,8 +425,8 @@ class ScoreOptions:
     beta: Annotated[
         float | None,
         Option(
-            help="Beta of the implicit rewards. Default: that of the recipe, else 0.1. Not for "
-            "runs, which are scored with the implicit reward of their recipe.",
+            help="Beta of the implicit rewards; not for runs, which have that of their recipe. "
+            "Default: that of the recipe, else 0.1.",
         ),
     ] = None
     dtype: Annotated[
@@ -455,14 +445,14 @@ class ScoreOptions:
     format: Annotated[str | None, Option(help="Format of the rows. Default: detected.")] = None
     column: Annotated[str, Option(help="Name of the column to add.")] = "valence"
     fresh: Annotated[
-        bool, Option("--fresh", help="Rename an existing --out file, and start over.")
+        bool, Option("--fresh", help="Rename the existing output, and start over.")
     ] = False
     verify: Annotated[
         int,
         Option(
             min=0,
             metavar="N",
-            help="After filling a reference cache: compute N sequences again, and compare them.",
+            help="Compute N sequences of a reference cache again, and compare them.",
         ),
     ] = 0
 
@@ -487,8 +477,8 @@ class AuditOptions:
         str | None,
         Option(
             metavar="MODEL|RUN",
-            help="Model folder, hub id, run or recipe. Lists labels that contradict a classifier "
-            "on this model's hidden states.",
+            help="List labels that contradict a classifier on the hidden states of this run, "
+            "recipe, model folder or hub id.",
             autocompletion=completion.run_folders,
         ),
     ] = None
@@ -502,9 +492,8 @@ class AuditOptions:
     out: Annotated[
         Path | None,
         Option(
-            help="With --model: write the rows to this .jsonl file, the most suspicious first, "
-            "with the findings in `info.audit`. With --review: write the reviewed rows to this "
-            "file.",
+            help="Write the rows to this .jsonl file: with --model the most suspicious first, with "
+            "the findings in `info.audit`; with --review the reviewed rows.",
         ),
     ] = None
     top: Annotated[int, Option(min=1, help="Number of suspicious rows to list.")] = 20
@@ -522,8 +511,8 @@ class SelectOptions:
         str,
         Option(
             metavar="MODEL|RUN",
-            help="Model folder, hub id, run or recipe. Prompts and answers are compared by this "
-            "model's hidden states.",
+            help="Run, recipe, model folder or hub id, whose hidden states compare prompts and "
+            "answers.",
             autocompletion=completion.run_folders,
         ),
     ]
@@ -533,17 +522,14 @@ class SelectOptions:
 
 Host = Annotated[
     str,
-    Option(
-        help="Address to listen on. 127.0.0.1: only this machine can connect. 0.0.0.0: other "
-        "machines can connect too, and need a token."
-    ),
+    Option(help="Address to listen on; 0.0.0.0: other machines can connect too, and need a token."),
 ]
 AllowedHost = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="Another host name that clients use for this server, or * for any. Can be repeated. "
-        "IP addresses, localhost, --host and the name of this machine are always allowed.",
+        help="Another host name that clients may use for this server, or * for any. IP addresses, "
+        "localhost, --host and the name of this machine are always allowed. Can be repeated.",
     ),
 ]
 
@@ -556,13 +542,13 @@ class PageOptions:
         list[str], Option(help="Print a secret link for this rater. Can be repeated.")
     ] = field(default_factory=list[str])
     host: Host = "127.0.0.1"
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = (
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = (
         8765
     )
     allowed_host: AllowedHost = None
     no_token: Annotated[
         bool,
         Option(
-            "--no-token", help="Let every user of this machine open the page without a secret link."
+            "--no-token", help="Let all users of this machine open the page without a secret link."
         ),
     ] = False

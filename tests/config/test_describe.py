@@ -55,5 +55,11 @@ def test_every_section_is_there():
 
 def test_the_settings_of_a_loss():
     row = settings_table(method_of("kto").settings, "loss.")[0]
-    assert row == SettingRow("loss.beta", "a number above 0", "0.1", row.meaning)
+    assert row == SettingRow("loss.beta", "a number above 0", "0.1", row.meaning, row.summary)
     assert row.meaning
+
+
+def test_the_summary_is_the_first_paragraph():
+    row = ROWS["model.dtype"]
+    assert row.summary.startswith("Compute dtype.")
+    assert row.meaning.startswith(f"{row.summary} ")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo
@@ -12,29 +14,38 @@ from tests.docs.blocks import ROOT
 from valence import cli
 from valence.cli.guide import COMMANDS, name
 
+Row = tuple[str, str]
+"""The label and the meaning of an argument or option."""
 PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options, the exit status, and output for programs. `--help` after a command prints the same.
+All commands with their arguments and options. `valence COMMAND --help` says more about them, such as which options can be repeated.
 
+- Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
+  another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
+  torchrun and `accelerate launch` ([several processes](scale.md)).
 - `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
-- `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under torchrun and `accelerate launch`
-  ([several processes](scale.md)).
-- The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
 
 `python -m tests.docs.commands` writes this page.
+
+## Common options
+
+Commands with these options list only their names.
 """
+JSON = "Print JSON: see [Output for programs](#output-for-programs)."
+"""The meaning of --json, which `--help` describes for each command."""
 TAIL = """\
 ## Exit status
 
 | Exit status | Meaning |
 | --- | --- |
-| 0 | done; for `train` also a run that ended early because the metric (`run.early_stop`) or the gradient (`train.max_zero_gradient_steps`) showed no progress |
+| 0 | done; also a run that ended early because of `run.early_stop` or `train.max_zero_gradient_steps` |
 | 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
-| 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk or a process that does not respond; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
-| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`); `valence export`: an exported file [differs](ship.md#differences) from the run |
-| 124 | `run.max_time` was reached; the step was finished and the state saved |
+| 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
+| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
+| 124 | `run.max_time` was reached, state saved |
 | 129 | stopped by SIGHUP (the terminal was closed), state saved |
 | 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
 | 137 | killed (`kill -9`, or by the system when memory runs out): the steps since the last checkpoint are lost |
@@ -56,6 +67,9 @@ and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its me
 | `sweep` | one object per trial, and a last one with the results |
 | `import` | `votes`, `counts`, `follow_ups`, `files`, `feedback`, `skipped`, `models`, `weights`, `agreement` |
 | `audit` | `kinds` (for each kind of row: `form`, `states`, `unusable`), `contradictions`, `near_duplicates`, `agreement`, `personal`, `feedback`, `unrated`, `bad`, `out` |
+| `export` | the verification |
+| `inspect` | the tokens of each example, with `--signal` also their signals |
+| `doctor` | one object per check |
 | `select` | `prompts`, `selected`, `order`, `auc`, `interval`, `left_out`, `out` |
 | `compare` | `baseline`, `candidate`, `prompts`, `duplicates`, `trained`, `answers`, `calibrations`, `notes`, `folder`; `judges`, each with `judge`, `win_rate` and `length_controlled` (`value`, `low`, `high`), `wins`, `ties`, `losses`, `failed`, `tags`, `clearest`, and of some `error`, `position` or `cost`; with assertions `assertions` (`number`, `baseline`, `candidate`, `unchecked`, `broken`, `fixed`); with lm-eval `benchmarks`; with a gate `at_least`, `max_broken`, `passed` |
 """
@@ -63,35 +77,81 @@ and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its me
 
 def page() -> str:
     functions = {name(command): command.callback for command in cli.app.registered_commands}
-    parts, panel = [HEAD], ""
+    options = {command: _options(functions[command]) for command in COMMANDS}
+    common = _common(chain.from_iterable(options.values()))
+    parts, panel = [HEAD, _list(common.items())], ""
     for command, (title, example) in COMMANDS.items():
         if title != panel:
             panel = title
             parts.append(f"## {title}\n")
-        parts.append(_section(functions[command], f"valence {command}", example))
+        parts += [f"### valence {command}\n", _summary(functions[command])]
+        parts += [f"```sh\n{example}\n```\n", _command_options(options[command], common)]
     return "\n".join([*parts, TAIL])
 
 
-def _section(function: Any, title: str, example: str) -> str:
-    summary = "\n\n".join(
-        " ".join(part.split()) for part in inspect.cleandoc(function.__doc__).split("\n\n")
-    )
+def _common(rows: Iterable[Row]) -> dict[str, str]:
+    """The options that at least three commands have, with the default if it is the same for all."""
+    meanings: dict[tuple[str, str], list[str]] = {}
+    for label, meaning in rows:
+        meanings.setdefault((label, _parts(meaning)[0]), []).append(meaning)
+    return {
+        label: text if len(set(same)) > 1 else same[0]
+        for (label, text), same in sorted(meanings.items())
+        if len(same) >= 3
+    }
+
+
+def _command_options(rows: Sequence[Row], common: Mapping[str, str]) -> str:
+    """The options of one command; those that are common by name and default."""
+    names, others = list[str](), list[Row]()
+    for label, meaning in rows:
+        text, default = _parts(meaning)
+        name = re.sub(r"^(`-\S+) .*`$", r"\1`", label)
+        if common.get(label) == meaning:
+            names.append(name)
+        elif common.get(label) == text:
+            names.append(f"{name} (default: {default})")
+        else:
+            others.append((label, meaning))
+    also = f"- [Common options](#common-options): {', '.join(names)}\n" if names else ""
+    return _list(others) + also
+
+
+def _list(rows: Iterable[Row]) -> str:
+    return "".join(f"- {label}: {_short(meaning)}\n" for label, meaning in rows)
+
+
+def _parts(meaning: str) -> tuple[str, str]:
+    """The meaning of an option, and its default."""
+    text, _, default = meaning.partition(" Default: ")
+    return text, default.rstrip(".")
+
+
+def _short(meaning: str) -> str:
+    """The first sentence about an option, and its default."""
+    text, default = _parts(meaning)
+    first = re.split(r"(?<=[\w)`'])(?<!e\.g)\. (?=[A-Z`-])", text)[0].rstrip(".")
+    return f"{first}. Default: {default}." if default else f"{first}."
+
+
+def _summary(function: Any) -> str:
+    """The first paragraph about a command."""
+    return " ".join(inspect.cleandoc(function.__doc__).partition("\n\n")[0].split()) + "\n"
+
+
+def _options(function: Any) -> list[Row]:
+    """The arguments and options, arguments first."""
     hints = get_type_hints(function, include_extras=True)
     rows = [
         _row(parameter, hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if get_origin(hints[parameter.name]) is Annotated
     ]
-    rows.sort(key=lambda row: row[0].startswith("`-"))
-    lines = [f"### {title}\n", f"{summary}\n", f"```sh\n{example}\n```\n"]
-    if rows:
-        lines += ["| argument or option | meaning |", "| --- | --- |"]
-        lines += [f"| {label} | {meaning} |" for label, meaning in rows]
-        lines.append("")
-    return "\n".join(lines)
+    rows = [(label, JSON if label == "`--json`" else meaning) for label, meaning in rows]
+    return sorted(rows, key=lambda row: row[0].startswith("`-"))
 
 
-def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
+def _row(parameter: inspect.Parameter, hint: Any) -> Row:
     """The label and the meaning of an argument or option."""
     kind, info = get_args(hint)[:2]
     meaning = " ".join((info.help or "").split())
@@ -99,9 +159,8 @@ def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
     shown = shown and parameter.default != []
     if shown and "Default" not in meaning:
         meaning += f" Default: {parameter.default}."
-    meaning = re.sub(r"(?<!\\)\|", r"\\|", meaning)
     if isinstance(info, ArgumentInfo):
-        return f"`{info.metavar or parameter.name.upper()}`".replace("|", "\\|"), meaning
+        return f"`{info.metavar or parameter.name.upper()}`", meaning
     option = f"--{parameter.name.replace('_', '-')}"
     # In `Annotated`, typer takes the first name of an option for its default.
     first = [info.default] if isinstance(info.default, str) else []
@@ -109,9 +168,9 @@ def _row(parameter: inspect.Parameter, hint: Any) -> tuple[str, str]:
     if kind in (bool, bool | None):
         names = names or [option, f"--no-{option[2:]}"]
         return ", ".join(f"`{part}`" for name in names for part in name.split("/")), meaning
-    choices = "\\|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
-    value = (info.metavar or choices or parameter.name.upper()).replace("|", "\\|")
-    return ", ".join(f"`{name} {value}`" for name in names or [option]), meaning
+    choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+    value = info.metavar or choices
+    return ", ".join(f"`{name} {value}`".replace(" `", "`") for name in names or [option]), meaning
 
 
 if __name__ == "__main__":

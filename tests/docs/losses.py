@@ -5,11 +5,12 @@ the guide.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tests.docs.blocks import ROOT
-from tests.docs.settings import table
+from tests.docs.settings import allowed_values
 from tests.units import ADVANTAGES
 from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, read_doc, switch
 from valence.config.describe import SettingRow, settings_table
@@ -21,9 +22,11 @@ FOLDER = ROOT / "docs" / "losses"
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. For each loss, these pages list the formula, source, inputs and settings, when to use it, and what
-its training curves look like. `valence docs NAME` prints the same in a terminal. [Choose a method](../train/methods.md) helps you to choose.
+Each method of Valence trains with one loss. These pages have the formula and the source of each loss, when to use it, and its settings.
+`valence docs NAME` prints all about one loss, also what its training curves look like. [Choose a method](../train/methods.md) helps you to
+choose.
 
+@overview
 ## Notation
 
 | symbol | meaning |
@@ -37,24 +40,34 @@ its training curves look like. `valence docs NAME` prints the same in a terminal
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
 | `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
-| `z0` | reference point of kto: the mean of `r` over the mismatched completions of the step (each prompt with the completion of another row), clamped at 0 from below |
-| `delta` | threshold of bco and bco_pair. Each step computes the mean `beta*r` of each class (thumbs up and thumbs down, or chosen and rejected) and takes the midpoint of the two means; `delta` is the running mean of these midpoints, saved with the run |
+| `z0` | reference point of kto: the mean of `r` over each prompt of the step with the completion of another row (mismatched completions), at least 0 |
+| `delta` | threshold of bco and bco_pair: running mean of the midpoint between the mean `beta*r` of the good and of the bad completions of a step, saved with the run |
 | `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
 | `G`, `R` | number of completions per prompt; reward (or score) of a completion |
 | `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the formula of the [value](modifiers.md#value) term |
 | `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
 | `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
+| `sg` | stop-gradient |
 
 Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
-sum of weights. *Average* says what the loss is averaged over. *First step* is the direction in which a step moves the model while policy
-and reference are equal. For logged metrics, see [Metrics](../metrics.md).
+sum of weights.
+
+## How to read these pages
+
+- *Reads* names the tensors of a loss, with their shapes.
+- *Average* says what the loss is averaged over.
+- *First step* is the direction in which a step moves the model while policy and reference are equal.
+- *Implicit reward* is the value of `rewards/*` in the log. [Metrics](../metrics.md) explains all that is logged.
+- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
+- Each page begins with what applies to most of its losses. A loss lists only what differs.
 """
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     "thumbs": (
         "Losses for thumbs",
-        "These losses train on single completions rated up or down.",
+        "These losses train on single completions rated up or down. [Notation](index.md#notation) "
+        "defines the symbols.",
         lambda m: m.kind == "judgement",
     ),
     "pairs": (
@@ -94,13 +107,12 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
 MODIFIERS_PAGE = """\
 # Modifiers
 
-Modifiers are settings of the `loss` section. They change the log-probabilities or weights that a loss reads, or add a term to the loss.
-Each loss lists the modifiers that it supports; all others are errors.
-[Notation](index.md#notation) defines the symbols.
+Modifiers are settings of the `loss` section that change what a loss reads, or add a term to the loss. Modifiers that a loss does not
+support are errors. [Notation](index.md#notation) defines the symbols.
 
 You can combine modifiers. They apply in this order:
 
-1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens. Losses of whole completions then sum them.
+1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens, before they are summed.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.
 3. @nll_weight, @kl_weight and @value add a term to the loss.
 
@@ -115,38 +127,40 @@ training examples in one of two ways. [Notation](index.md#notation) defines the 
 ## Advantages
 
 Policy-gradient methods train on every completion, with one advantage per token. In online training, the formulas below replace the
-*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions. Set the settings in the `loss` section of
-the recipe.
+*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions.
 """
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
 Other online methods select, pair or label completions by their rewards, or show a teacher what the rewards say, and train on the result.
-Below, the loss of each method follows its name in parentheses.
 """
 LABELS = {
+    "when": "Use",
     "rows": "Rows",
+    "optional columns": "Optional columns",
     "reference": "Reference model",
-    "average": "Average",
     "reads": "Reads",
     "advantage": "Advantage",
+    "average": "Average",
     "first step": "First step",
-    "implicit reward": "Implicit reward (`rewards/*`)",
+    "implicit reward": "Implicit reward",
     "modifiers": "Modifiers",
-    "when": "When to use it",
-    "curves": "Training curves",
 }
-NO_SETTINGS = "No setting of the `loss` section applies here.\n"
+ALIKE = "The losses on this page have this in common, unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 
 
 def pages() -> dict[str, str]:
     """The content of each file in docs/losses/."""
-    texts = {"index": "\n".join([INDEX, _overview()])}
+    texts = {"index": INDEX.replace("@overview", _overview())}
     for name, (title, introduction, is_member) in FAMILIES.items():
-        sections = [_section(method) for method in METHODS.values() if is_member(method)]
-        texts[name] = "\n".join([f"# {title}\n", f"{introduction}\n", *sections])
+        methods = [method for method in METHODS.values() if is_member(method)]
+        common = _common_facts(methods)
+        parts = [f"# {title}\n", f"{introduction}\n"]
+        parts += [ALIKE, _facts_list(common)] if common else []
+        sections = [_section(method, common, methods) for method in methods]
+        texts[name] = "\n".join([*parts, *sections])
     texts["modifiers"] = "\n".join([MODIFIERS_PAGE, *(_modifier(name) for name in MODIFIERS)])
     builders = dict.fromkeys(
         method.sample_builder.fn
@@ -179,45 +193,88 @@ def _with_links(text: str, page: str, places: dict[str, str]) -> str:
     return re.sub(r"@(\w+)", link, text)
 
 
-def _reference(family: str, needed: bool) -> str:
-    if not needed:
-        return "no"
-    return "stored completions, or a KL penalty" if family == "policy-gradient" else "yes"
-
-
 def _overview() -> str:
-    lines = ["## All losses\n"]
-    for name, (title, _, is_member) in FAMILIES.items():
-        lines += [
-            f"### [{title}]({name}.md)\n",
-            "| loss | reference | summary |",
-            "| --- | --- | --- |",
-        ]
-        lines += [
-            f"| @{m.name} | {_reference(name, m.needs_reference)} | {_text(method_doc(m).summary)} |"
-            for m in METHODS.values()
-            if is_member(m)
-        ]
-        lines.append("")
-    lines.append(
-        "See also [Modifiers](modifiers.md) and [Advantages and examples of online training](online.md)."
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _section(method: Method) -> str:
-    modifiers = ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers)
-    items = facts(method) | {"modifiers": modifiers or "none"}
-    lines = [f"- {LABELS[heading]}: {_text(text)}" for heading, text in items.items()]
+    """The losses of each page."""
     rows = [
-        row for row in settings_table(method.settings, "loss.") if not _is_of_modifier(row, method)
+        f"| [{title}]({name}.md) | {', '.join(f'@{m.name}' for m in METHODS.values() if is_member(m))} |"
+        for name, (title, _, is_member) in FAMILIES.items()
     ]
-    parts = [f"## {method.name}\n", _description(method_doc(method)), "\n".join(lines) + "\n"]
-    parts.append(table(rows) if rows else NO_SETTINGS)
+    modifiers = ", ".join(f"@{switch(modifier)}" for modifier in MODIFIERS.values())
+    rows.append(f"| [Modifiers](modifiers.md) | {modifiers} |")
+    rows.append(
+        "| [Online training](online.md) | advantages, and the examples made from completions |"
+    )
+    return "\n".join(["| page | content |", "| --- | --- |", *rows, ""])
+
+
+def _facts(method: Method) -> dict[str, str]:
+    """The properties of a method by heading, in the order of `LABELS`."""
+    items = facts(method)
+    names = [f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers]
+    items["modifiers"] = ", ".join(names) or "none"
+    return {heading: items[heading] for heading in LABELS if heading in items}
+
+
+def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
+    """The properties that at least a third of the methods of a page have, perhaps with additions."""
+    common = dict[str, str]()
+    for heading in LABELS.keys() - {"when"}:
+        texts = [_facts(method).get(heading, "") for method in methods]
+        counts = {text: sum(_added(other, text) is not None for other in texts) for text in texts}
+        text = max(counts, key=counts.__getitem__)
+        if text and counts[text] > 1 and 3 * counts[text] >= len(methods):
+            common[heading] = text
+    return {heading: common[heading] for heading in LABELS if heading in common}
+
+
+def _added(text: str, common: str) -> str | None:
+    """What a property adds to that of most losses of the page; None if it differs from it."""
+    start = common.rstrip(".")
+    if text.startswith((f"{start}, ", f"{start}; ")):
+        return text[len(start) + 2 :]
+    return "" if text == common else None
+
+
+def _facts_list(items: Mapping[str, str]) -> str:
+    return "".join(f"- {LABELS[heading]}: {_text(text)}\n" for heading, text in items.items())
+
+
+def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method]) -> str:
+    """The section of a loss: only what differs from most losses of the page."""
+    items = dict.fromkeys(common, "none") | _facts(method)
+    items = {h: _difference(items[h], common.get(h, "")) for h in LABELS if h in items}
+    items = {heading: text for heading, text in items.items() if text}
+    doc, rows = method_doc(method), _settings_of(method)
+    first = next(other for other in methods if other.loss.fn is method.loss.fn)
+    if first is not method:
+        formula = f"The formula, its source and other settings are those of @{first.name}."
+        doc = replace(doc, summary=f"{doc.summary} {formula}", formula="", source="")
+        rows = [row for row in rows if row not in _settings_of(first)]
+    parts = [f"## {method.name}\n", _description(doc), _facts_list(items) + _settings_list(rows)]
     online = ONLINE.get(method.name)
     if online and online.sample_builder and online.sample_builder.settings:
-        parts.append(f"Online training adds further [settings](online.md#{method.name}).\n")
+        parts.append(f"Online training adds [settings](online.md#{method.name}).\n")
     return "\n".join(parts)
+
+
+def _difference(text: str, common: str) -> str:
+    """A property of a loss, without that of most losses of the page."""
+    added = _added(text, common)
+    return f"also {added}" if added else text if added is None else ""
+
+
+def _settings_list(rows: Sequence[SettingRow]) -> str:
+    return "".join(
+        f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n"
+        for row in rows
+        if row.meaning
+    )
+
+
+def _settings_of(method: Method) -> list[SettingRow]:
+    """The settings of a loss that are not on the page of modifiers."""
+    rows = settings_table(method.settings, "loss.")
+    return [row for row in rows if not _is_of_modifier(row, method)]
 
 
 def _is_of_modifier(row: SettingRow, method: Method) -> bool:
@@ -238,14 +295,29 @@ def _modifier(name: str) -> str:
     rows = [
         row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings
     ]
-    supported = "Supported by " + ", ".join(f"@{method.name}" for method in methods) + ".\n"
     description = _description(read_doc(modifier.fn.__doc__ or ""))
-    return "\n".join([f"## {switch(modifier)}\n", description, supported, table(rows)])
+    supported = f"- Supported by {_supporters(methods)}\n"
+    return "\n".join([f"## {switch(modifier)}\n", description, supported + _settings_list(rows)])
+
+
+def _supporters(methods: Sequence[Method]) -> str:
+    """The losses that support a modifier, by page."""
+    parts = list[str]()
+    for name, (title, _, is_member) in FAMILIES.items():
+        members = [method for method in METHODS.values() if is_member(method)]
+        having = [f"@{method.name}" for method in members if method in methods]
+        others = [f"@{method.name}" for method in members if method not in methods]
+        if len(having) > len(others):
+            link = f"[{title[0].lower()}{title[1:]}]({name}.md)"
+            parts.append(f"all {link}" + (f" but {', '.join(others)}" if others else ""))
+        elif having:
+            parts.append(", ".join(having))
+    return "; ".join(parts)
 
 
 def _advantage(fn: Callable[..., Any]) -> str:
     names = [name for name, credit in ADVANTAGES.items() if credit is fn]
-    return _online_section(names, ", ".join(names), ", ".join(f"@{name}" for name in names))
+    return _online_section(names, ", ".join(names))
 
 
 def _builder(fn: Callable[..., Any]) -> str:
@@ -254,19 +326,22 @@ def _builder(fn: Callable[..., Any]) -> str:
         for name, method in ONLINE.items()
         if method.sample_builder and method.sample_builder.fn is fn
     ]
-    title = names[0] if len(names) == 1 else f"{names[0]} and similar methods"
-    return _online_section(
-        names, title, ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in names)
-    )
+    losses = [METHODS[loss_name(ONLINE[name])] for name in names]
+    if len(names) == 1:
+        return _online_section(names, names[0], f"- Loss: @{losses[0].name}\n")
+    title = f"{names[0]} and similar methods"
+    users = f"- Methods: `online_` and the name of a loss, for {_supporters(losses)}\n"
+    return _online_section(names, title, users)
 
 
-def _online_section(names: Sequence[str], title: str, methods: str) -> str:
+def _online_section(names: Sequence[str], title: str, users: str = "") -> str:
     """What online methods make of a round of completions, with the settings."""
     method = ONLINE[names[0]]
     settings = method.sample_builder.settings if method.sample_builder else {}
     rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in settings]
-    parts = [f"### {title}\n", _description(builder_doc(method)), f"Used by {methods}.\n"]
-    return "\n".join([*parts, table(rows) if rows else NO_SETTINGS])
+    parts = [f"### {title}\n", _description(builder_doc(method))]
+    items = users + _settings_list(rows)
+    return "\n".join([*parts, *([items] if items else [])])
 
 
 def _name(row: SettingRow) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 
@@ -16,17 +17,43 @@ PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-All settings of a recipe, by section. Settings under `loss` depend on the method: see [Losses](losses/index.md).
+All settings of a recipe, by section. `valence docs SETTING`, such as `valence docs train.compile`, explains a setting in full. Settings
+under `loss` depend on the method: see [Losses](losses/index.md).
 
 - To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
-- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted in an override: `data.train.limit=3`.
-- A model, a dataset, a file of rows, a reward and a tracker can be written as a name (`model: owner/model`,
-  `data: rows.jsonl`).
-- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked
-  up in the folder of the recipe.
+- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted: `data.train.limit=3`.
+- A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`, `data: rows.jsonl`.
+- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked up in the folder of
+  the recipe.
+- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
 
 `python -m tests.docs.settings` writes this page.
 """
+
+SHORT = {
+    "a number of at least 0 and at most 1": "0 to 1",
+    "a whole number": "integer",
+    "a number": "number",
+    "of at least": "≥",
+    "above": ">",
+    "at most": "≤",
+    "below": "<",
+    "one of ": "",
+    '"auto" or true or false': "true, false, auto",
+    'true or false or "auto"': "true, false, auto",
+    " (each text)": "",
+    "a mapping of names to values": "mapping",
+    "a section": "section",
+    "a list of": "list of",
+    "a list": "list",
+}
+"""Short forms of phrases about allowed values."""
+
+LIKE_TRAIN = ("data.eval.N.", "data.test.N.", "mix.N.train.N.")
+"""Lists of files, whose settings are those of ``data.train.N``."""
+NOTES = {
+    "data": "Items of `data.eval`, `data.test` and `mix.N.train` have the settings of `data.train.N`.\n\n"
+}
 
 SECTIONS = {
     "method": "The method",
@@ -70,8 +97,9 @@ those in bold must be set.
 ROWS = """\
 ## Row formats
 
-`format` takes these names, and those of [feedback tools](feedback/import.md#tools). Every row may also have `weight` and
-`info`. [Rows](feedback/rows.md) shows examples.
+`format` takes these names, those of [feedback tools](feedback/import.md#tools), and those of
+[public data sets](feedback/rows.md#public-data-sets-and-other-names). Every row may also have `weight` and `info`.
+[Rows](feedback/rows.md) shows examples.
 
 | format | columns | optional columns | kind |
 | --- | --- | --- | --- |
@@ -82,10 +110,14 @@ def page() -> str:
     """The content of the page."""
     rows: dict[str, list[SettingRow]] = {}
     for row in settings_table():
+        if row.name.startswith(LIKE_TRAIN):
+            continue
         rows.setdefault(row.name.split(".")[0], []).append(row)
     del rows["loss"]  # which has no settings in the schema
     sections = "\n".join(
-        f"## {SECTIONS[name]}\n\n{table(rows[name])}" for name in SECTIONS if name in rows
+        f"## {SECTIONS[name]}\n\n{NOTES.get(name, '')}{settings_list(rows[name])}"
+        for name in SECTIONS
+        if name in rows
     )
     assert rows.keys() <= SECTIONS.keys()
     return "\n".join(
@@ -110,12 +142,16 @@ def row_formats() -> str:
     return "".join(
         f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
         for name, f in FORMATS.items()
+        if name not in SHAPES
     )
 
 
 def shapes() -> str:
     """The rows of the table of public shapes in docs/feedback/rows.md."""
-    return "".join(f"| `{name}` | {_names(f, True)} | {f.gives} |\n" for name, f in SHAPES.items())
+    return "".join(
+        f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
+        for name, f in SHAPES.items()
+    )
 
 
 def other_names() -> str:
@@ -144,24 +180,33 @@ def rates() -> str:
     return "".join(rows)
 
 
-def table(rows: Sequence[SettingRow]) -> str:
-    """A table of settings."""
-    lines = ["| setting | type | default | description |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+def settings_list(rows: Sequence[SettingRow]) -> str:
+    """A list of settings with the allowed values, the default and the first paragraph of each."""
+    link = "[Default learning rates](#default-learning-rates)"
+    text = "".join(f"- `{row.name}` ({allowed_values(row)}): {row.summary}\n" for row in rows)
+    return text.replace("the table of default learning rates in docs/settings.md", link)
+
+
+def allowed_values(row: SettingRow) -> str:
+    """The allowed values of a setting besides its default, and the default if it is not null."""
+    default = row.default.strip('"')
+    if default == "null":
+        return _short_type(row)
+    default = default if default == "required" else f"default {default}"
+    return default if row.type in ("true or false", "text") else f"{_short_type(row)}; {default}"
+
+
+def _short_type(row: SettingRow) -> str:
+    """The allowed values of a setting besides its default, in few words."""
+    if row.name.endswith(".convert"):
+        return "[conversion](#conversions)"
+    text = row.type.removesuffix(" or null") if row.default == "null" else row.type
+    text = re.sub(r"a section \([^)]*\)", "a section", text)
+    return re.sub("|".join(map(re.escape, SHORT)), lambda match: SHORT[match[0]], text)
 
 
 def _rate(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
-
-
-def _cell(text: str) -> str:
-    link = "[Default learning rates](#default-learning-rates)"
-    text = text.replace("the table of default learning rates in docs/settings.md", link)
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 @cache

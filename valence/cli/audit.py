@@ -30,8 +30,8 @@ def audit(
         list[str],
         typer.Argument(
             metavar="FILE...",
-            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe "
-            "('{path: FILE, keys: {...}}').",
+            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe. A "
+            "section: '{path: FILE, keys: {...}}'.",
         ),
     ],
     options: AuditOptions,
@@ -47,7 +47,7 @@ def audit(
     """Check the labels of rated rows: contradictions, agreement between raters, labels that can be
     predicted from length or format alone and, with --model, labels that are likely wrong.
 
-    With --review, a web page shows the suspicious rows, and you keep, flip or drop each of them.
+    With --review, you keep, flip or drop the suspicious rows in a web page.
     """
     terminal = json_console() if as_json else console
     allowed = allow_remote_code(trust_remote_code, None)
@@ -155,8 +155,8 @@ def select(
 ) -> None:
     """Select the prompts to label next, for `valence collect --prompts`.
 
-    With unlabelled answers, prompts come first if a classifier is least sure about their answers.
-    With prompts alone, those come first that are least similar to the labelled prompts.
+    With unlabelled answers, prompts come first if a classifier is least sure about their answers;
+    without, if they are least similar to the labelled prompts.
     """
     terminal = json_console() if as_json else console
     try:

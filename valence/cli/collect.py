@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from valence.cli.common import (
-    ModelOverrides,
+    Overrides,
     Step,
     TrustRemoteCode,
     allow_remote_code,
@@ -39,17 +39,16 @@ def collect(
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="Second model. Raters compare the answers of both without seeing which model "
-            "wrote them.",
+            help="Second model; raters compare the answers of both without seeing their models.",
         ),
     ] = None,
-    overrides: ModelOverrides = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
-            "New votes are added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files in the same folder. "
+            "Feedback is added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[
@@ -69,7 +68,7 @@ def collect(
         typer.Option(
             min=0.01,
             max=1.0,
-            help="Sample from the smallest set of most likely tokens with this total probability.",
+            help="Sample from the smallest set of tokens with this total probability.",
         ),
     ] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
@@ -77,7 +76,7 @@ def collect(
         bool,
         typer.Option(
             "--overwrite",
-            help="Replace output files that were edited, or that Valence did not write.",
+            help="Replace output files that were edited or not written by Valence.",
         ),
     ] = False,
     step: Step = None,
@@ -86,8 +85,8 @@ def collect(
     """Collect feedback on a model in a web page: thumbs, comparisons, corrections and comments.
     With two models, collect blind comparisons.
 
-    You can train on the output files directly. Your app can use the same server with
-    POST /v1/chat/completions and POST /feedback.
+    You can train on the output files directly. Your app can use the same server, as with `valence
+    serve`.
     """
     require_server_libraries("collect")
     from valence.apps.serve.app import FeedbackService, log_error

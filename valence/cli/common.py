@@ -59,18 +59,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings to override, e.g. train.seed=1. `valence check RECIPE --all` lists all "
-        "settings.",
-        autocompletion=completion.settings,
-    ),
-]
-
-ModelOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings to override, e.g. data.as_chat=true. `valence check RECIPE --all` lists "
-        "all settings.",
+        help="Settings to override, e.g. train.seed=1. `valence check RECIPE --all` lists them.",
         autocompletion=completion.settings,
     ),
 ]
@@ -80,13 +69,13 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Resume the run although this setting, or a setting in this section (e.g. `loss`), "
-        "has changed. Batch size, epochs and training rows cannot change. Can be repeated.",
+        help="Resume although this setting or section (e.g. `loss`) has changed. Batch size, "
+        "epochs and training rows cannot change. Can be repeated.",
     ),
 ]
 Fresh = Annotated[
     bool,
-    typer.Option("--fresh", help="Rename the folder of an earlier run, and start over."),
+    typer.Option("--fresh", help="Rename the existing output, and start over."),
 ]
 
 
@@ -108,8 +97,8 @@ AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print each log record as a JSON object per line on standard output. The last line "
-        "has the exit status. Other output goes to standard error.",
+        help="Print the log as one JSON object per line; the last one has the exit status. Other "
+        "output goes to standard error.",
     ),
 ]
 Step = Annotated[
@@ -124,8 +113,8 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Allow Python files that come with the model to run. "
-        "Also needed for a run that was trained with them.",
+        help="Run Python files that come with the model. Also needed for runs that were trained "
+        "with them.",
     ),
 ]
 Nproc = Annotated[

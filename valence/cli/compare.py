@@ -12,7 +12,7 @@ from rich.table import Table
 from valence import completion
 from valence.cli.common import (
     GATE_FAILED,
-    ModelOverrides,
+    Overrides,
     Quiet,
     Step,
     TrustRemoteCode,
@@ -46,8 +46,8 @@ def compare(
         str,
         typer.Argument(
             metavar="BASELINE",
-            help="Model to compare with: a run folder, a recipe for its model before training, "
-            "or the folder or hub id of a model.",
+            help="Model to compare with: a run, a recipe (its model before training), or the "
+            "folder or hub id of a model.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
@@ -55,21 +55,20 @@ def compare(
         str,
         typer.Argument(
             metavar="CANDIDATE",
-            help="Model that should be better: a run folder, a recipe, or the folder or hub id "
-            "of a model.",
+            help="Model that should be better: a run, a recipe or a model.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
     options: CompareOptions,
-    overrides: ModelOverrides = None,
+    overrides: Overrides = None,
     max_broken: Annotated[
         int | None,
         typer.Option(
             "--max-broken",
             min=0,
             metavar="N",
-            help="Release gate: exit with status 3 if the candidate fails more than N assertions "
-            "that the baseline passes.",
+            help="Gate: exit with status 3 if the candidate fails more than N assertions that the "
+            "baseline passes.",
         ),
     ] = None,
     at_least: Annotated[
@@ -79,8 +78,7 @@ def compare(
             min=0.0,
             max=1.0,
             metavar="RATE",
-            help="Release gate: exit with status 3 if the win rate of the candidate is below this "
-            "for a judge.",
+            help="Gate: exit with status 3 if the candidate's win rate is below this for a judge.",
         ),
     ] = None,
     step: Step = None,
@@ -97,8 +95,7 @@ def compare(
     baseline with its confidence interval, overall and by tag.
 
     With --at-least, --max-broken or --max-forgetting, the exit status is a release gate. `--step`
-    is the checkpoint of the baseline. To compare training metrics instead, use `valence report RUN
-    RUN`.
+    is the checkpoint of the baseline. `valence report RUN RUN` compares training metrics.
     """
     terminal = json_console() if as_json else console
     try:

@@ -22,8 +22,7 @@ def demo(
 ) -> None:
     """Train a small model on examples that come with Valence: the answers of an online shop's
     support agents. Downloads the model (270 MB) and takes about five minutes on two CPU cores.
-
-    If it was stopped, rerun it to resume.
+    Rerun it to resume.
     """
     from valence.shipped import write_demo
 

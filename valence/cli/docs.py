@@ -1,10 +1,10 @@
-"""The command that explains methods, reward rules and error codes, and shows pages of the
+"""The command that explains methods, settings, reward rules and error codes, and shows pages of the
 documentation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ from valence.terminal import print_message, write_line
 
 if TYPE_CHECKING:
     from valence.cli.explain import Doc
+    from valence.config.describe import SettingRow
     from valence.methods import Method
 
 
@@ -28,16 +29,17 @@ def docs(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A method or loss such as `kto`, a reward rule such as `exact_match`, a page such "
-            "as `start`, or the code of an error such as `setting-unknown`.",
+            help="A method (`kto`), a setting (`train.seed`), a section (`train`), a reward rule "
+            "(`exact_match`), a page (`start`), or the code of an error (`setting-unknown`).",
             autocompletion=completion.topics,
         ),
     ] = None,
 ) -> None:
     """List the methods, the reward rules, the recipes and the pages of the documentation, or
-    explain one of them or the code of an error.
+    explain one of them, a setting, or the code of an error.
     """
     from valence.cli.error_codes import error_texts
+    from valence.config.describe import settings_table
     from valence.methods import METHODS, ONLINE, method_of
     from valence.rewards.rules import RULES
     from valence.shipped import find_page, page_names
@@ -58,14 +60,18 @@ def docs(
             console.print(Markdown(text))
         else:
             write_line(text.rstrip())
+    elif rows := [row for row in settings_table() if f"{row.name}.".startswith(f"{name}.")]:
+        _explain_settings(name, rows)
     elif texts := error_texts(name):
         for text in texts:
             fix = f"\n  to fix it: {text.fix}" if text.fix else ""
             print_message(console, f"{text.message or '...'}{fix}\n")
     else:
         near = get_close_matches(name, (*METHODS, *ONLINE, *RULES, *page_names()), n=1)
+        if name.startswith("loss."):
+            near = ["METHOD"]
         raise UserError(
-            f"there is no method, reward rule, page or error code {name!r}",
+            f"there is no method, setting, reward rule, page or error code {name!r}",
             code="argument-invalid",
             where="NAME",
             fix=f"did you mean `valence docs {near[0]}`?"
@@ -117,9 +123,22 @@ def _print_lists() -> None:
         print_message(console, "")
     print_message(
         console,
-        "`valence docs NAME` explains a method or a rule, or shows a page. `valence init --recipe "
-        "NAME` writes a recipe.",
+        "`valence docs NAME` explains a method, a setting or a rule, or shows a page. `valence "
+        "init --recipe NAME` writes a recipe.",
     )
+
+
+def _explain_settings(name: str, rows: Sequence[SettingRow]) -> None:
+    """Print all about a setting, or the first paragraph about each setting of a section."""
+    if rows[0].name == name:
+        row, *rows = rows
+        _print_text(f"{row.name}: {row.type}. Default: {row.default}.")
+        _print_text(row.meaning)
+    if rows:
+        table = table_of_settings("type", "default", "meaning")
+        for row in rows:
+            table.add_row(row.name, row.type, row.default, row.summary)
+        console.print(table)
 
 
 def _explain_rule(name: str) -> None:

@@ -39,7 +39,7 @@ def doctor(
     """Check whether this machine is ready to train, and how to fix problems.
 
     Each check is ok, missing (something optional is not there) or a problem. The exit status is 2
-    if something required is missing, else 0. To check the rows of a recipe, use `valence check`.
+    if a problem must be fixed, else 0.
     """
     from pathlib import Path
 

@@ -111,7 +111,8 @@ def facts(method: Method) -> dict[str, str]:
     loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
     guide = GUIDE.get(method.name)
     items = {
-        "rows": WORDS[method.kind] + _columns(method),
+        "rows": WORDS[method.kind],
+        "optional columns": _columns(method),
         "reference": _reference(method),
         "average": AVERAGES.get(loss.average, loss.average),
         "reads": doc.tensors,
@@ -151,11 +152,12 @@ def online_facts(method: Method) -> dict[str, str]:
 
 
 def _columns(method: Method) -> str:
+    """The optional columns of the rows."""
     if method.online:
         return ""
     columns = ["`margin`"] if "margin" in method.loss.reads else []
     columns += ["`soft`"] if "smoothing" in method.loss.modifiers else []
-    return f"; optional columns: {', '.join(columns)}" if columns else ""
+    return ", ".join(columns)
 
 
 def _reference(method: Method) -> str:

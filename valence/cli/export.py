@@ -59,9 +59,9 @@ def export(
         typer.Option(
             "--gguf",
             metavar="TYPE",
-            help="Also write a GGUF file for llama.cpp and an Ollama Modelfile: f32, f16, bf16, "
-            "q8_0, q5_1, q5_0, q4_1, q4_0; or, with llama.cpp installed, q2_k to q6_k such as "
-            "q4_k_m. Can be repeated.",
+            help="Also write a GGUF file and an Ollama Modelfile: f32, f16, bf16, q8_0, q5_1, "
+            "q5_0, q4_1, q4_0; with llama.cpp also q2_k to q6_k, such as q4_k_m. Can be "
+            "repeated.",
         ),
     ] = None,
     step: Step = None,
@@ -69,35 +69,32 @@ def export(
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Load the written files, and compare their answers with those of the run.",
+            help="Load the files, and compare their answers with those of the run.",
         ),
     ] = True,
     vllm: Annotated[
         bool | None,
         typer.Option(
             "--vllm/--no-vllm",
-            help="Load FOLDER with vLLM as well, in a server that is started for it. Default: if "
-            "VALENCE_VLLM_PYTHON names the Python of an environment with vLLM, or vLLM is "
-            "installed here.",
+            help="Also load FOLDER with vLLM. Default: if VALENCE_VLLM_PYTHON names the Python of "
+            "an environment with vLLM, or vLLM is installed here.",
         ),
     ] = None,
     verify_only: Annotated[
         bool,
-        typer.Option(
-            "--verify-only", help="Write no files; verify the model and the *.gguf files in FOLDER."
-        ),
+        typer.Option("--verify-only", help="Only verify the model and the *.gguf files in FOLDER."),
     ] = False,
     push: Annotated[
         str | None,
         typer.Option(
             "--push",
             metavar="OWNER/NAME",
-            help="Upload FOLDER to this repository of the Hugging Face hub, which is created as a "
-            "private one if it does not exist. Not uploaded if the verification finds errors.",
+            help="Upload FOLDER to this repository of the Hugging Face hub, if the verification "
+            "finds no errors. A new repository is private.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --push, list the files and upload nothing.")
+        bool, typer.Option("--dry-run", help="With --push: list the files, upload nothing.")
     ] = False,
     as_json: Annotated[
         bool,
@@ -111,9 +108,8 @@ def export(
 ) -> None:
     """Write a run's model for transformers, vLLM, llama.cpp and Ollama, and verify it.
 
-    The verification loads each file with the program that serves it, and runs the same prompts
-    through it and through the run. Exit status 3: a file answers differently; the table shows which
-    file and why.
+    The verification loads each file with the program that serves it, and compares its answers with
+    those of the run. Exit status 3: a file answers differently.
     """
     messages = json_console() if as_json else console
     types = list(dict.fromkeys(kind.lower() for kind in gguf or []))

@@ -22,8 +22,7 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Tool that the export is from, or the import path of an importer. --list shows "
-            "all tools.",
+            help="Tool of the export (--list shows all), or the import path of an importer.",
             autocompletion=completion.feedback_sources,
         ),
     ] = None,
@@ -42,8 +41,8 @@ def import_(
         ),
     ] = False,
 ) -> None:
-    """Convert the votes of a chat or annotation tool into rows for training. Import a newer export
-    into the same file to add new votes and update changed ones.
+    """Convert the votes of a chat or annotation tool into rows for training. A newer export into
+    the same file adds new votes and updates changed ones.
     """
     if list_sources:
         console.print(_table())

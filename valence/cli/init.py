@@ -24,7 +24,7 @@ def init(
         typer.Argument(
             metavar="FILE",
             help="File of rows (.jsonl, .json, .csv, .tsv or .parquet, also .gz), or a section as "
-            "in a recipe ('{path: FILE, keys: {...}}').",
+            "in a recipe. A section: '{path: FILE, keys: {...}}'.",
         ),
     ] = None,
     recipe: Annotated[
@@ -32,8 +32,8 @@ def init(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Write a recipe that comes with Valence instead, such as online_grpo. `valence "
-            "docs` lists them.",
+            help="Write a recipe that comes with Valence, such as online_grpo. `valence docs` "
+            "lists them.",
             autocompletion=completion.shipped_recipes,
         ),
     ] = None,
@@ -41,25 +41,24 @@ def init(
         str | None,
         typer.Option(
             "--model",
-            help="Hub id or folder of the model to train. Default: "
-            "HuggingFaceTB/SmolLM2-135M-Instruct.",
+            help="Hub id or folder of the model. Default: HuggingFaceTB/SmolLM2-135M-Instruct.",
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
             "--method",
-            help="Method to train with. Default: by the rows (kto for thumbs and scores, dpo for "
-            "pairs, sft for demonstrations).",
+            help="Method. Default: kto for thumbs and scores, dpo for pairs, sft for "
+            "demonstrations.",
             autocompletion=completion.methods,
         ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="Write the recipe to this file, which must not exist.")
-    ] = Path("recipe.yaml"),
+    out: Annotated[Path, typer.Option("--out", help="File for the recipe; must not exist.")] = Path(
+        "recipe.yaml"
+    ),
 ) -> None:
-    """Write a recipe for a file of rows: look at its columns and rows, choose the method, and hold
-    out a part of the prompts to evaluate on.
+    """Write a recipe for a file of rows: choose the method by its columns and rows, and hold out a
+    part of the prompts to evaluate on.
     """
     if recipe is not None:
         _write_shipped(recipe, out, {"FILE": file, "--model": model, "--method": method})

@@ -30,7 +30,7 @@ def inspect(
             "--row",
             min=1,
             metavar="N",
-            help="Number of the row, from 1, over all files of the list, including bad rows.",
+            help="Number of the row, from 1, over all files, including bad rows.",
         ),
     ] = 1,
     stage: Annotated[
@@ -38,17 +38,14 @@ def inspect(
     ] = "all",
     list_name: Annotated[
         Literal["train", "eval", "test"],
-        typer.Option(
-            "--list", help="List of files in the recipe: data.train, data.eval or data.test."
-        ),
+        typer.Option("--list", help="Files of the recipe: data.train, data.eval or data.test."),
     ] = "train",
     signal: Annotated[
         bool,
         typer.Option(
             "--signal",
-            help="For hindsight: load the model, and colour each token of the answer by its "
-            "signal. Red: the teacher, which has read the feedback, finds it less likely. Green: "
-            "more likely.",
+            help="For hindsight: colour each token of the answer by its signal. Green: the teacher "
+            "finds it more likely. Red: less likely.",
         ),
     ] = False,
     step: Step = None,
@@ -56,8 +53,7 @@ def inspect(
         bool,
         typer.Option(
             "--json",
-            help="Print the tokens of each example, with --signal also their signals, as a JSON "
-            "object on one line.",
+            help="Print the tokens, with --signal also their signals, as a JSON object.",
         ),
     ] = False,
 ) -> None:

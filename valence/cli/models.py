@@ -11,8 +11,8 @@ from rich.table import Table
 
 from valence import completion
 from valence.cli.common import (
-    ModelOverrides,
     Nproc,
+    Overrides,
     Quiet,
     Step,
     TrustRemoteCode,
@@ -45,14 +45,14 @@ def evaluate(
             autocompletion=completion.runs_or_recipes,
         ),
     ],
-    overrides: ModelOverrides = None,
+    overrides: Overrides = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="File of rows, or a section as in a recipe ('{path: FILE, keys: {...}}'). Can be "
-            "repeated. All rows are used, and the recipe's column names apply where they fit. "
-            "Default: the recipe's data.eval.",
+            help="File of rows, or a section as in a recipe. A section: '{path: FILE, keys: "
+            "{...}}'. The recipe's column names apply where they fit. Can be repeated. "
+            "Default: data.eval.",
         ),
     ] = None,
     out: Annotated[
@@ -63,8 +63,8 @@ def evaluate(
         bool,
         typer.Option(
             "--trust-reward",
-            help="For an online run: allow the reward functions of its "
-            "recipe to run, and its reward servers to receive completions.",
+            help="For an online run: run the reward functions of its recipe, and send completions "
+            "to its reward servers.",
         ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -115,20 +115,20 @@ def sample(
         str,
         typer.Argument(
             metavar="RUN|RECIPE|MODEL",
-            help="A run folder, a recipe to sample from its model before training, or the folder "
-            "or hub id of a model or adapter.",
+            help="A run, a recipe (its model before training), or the folder or hub id of a model "
+            "or adapter.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
     options: SampleOptions,
-    overrides: ModelOverrides = None,
+    overrides: Overrides = None,
     step: Step = None,
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
     """Sample answers from a model, and print them or write them to a file for `valence score` and
-    `valence train`. If the command was stopped, rerun it to resume.
+    `valence train`.
     """
     _check_options(options)
     model: dict[str, Any] = {

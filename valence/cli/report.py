@@ -28,8 +28,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|FILE...",
-            help="Run folders, folders that contain runs, or the --out file of `valence serve` "
-            "with two models. Default: list the runs in the folder runs.",
+            help="Run folders, folders with runs, or the --out file of `valence serve` with two "
+            "models. Default: list the runs in the folder runs.",
             autocompletion=completion.run_folders,
         ),
     ] = None,
@@ -41,16 +41,13 @@ def report(
         Path | None,
         typer.Option(
             "--out",
-            help="Write to this file. Default: report.html in the run folder for one run, "
-            "comparison.html in the current folder for several runs, and standard output with "
-            "--md.",
+            help="Write to this file. Default: report.html in the run folder; of several runs, "
+            "comparison.html; with --md, standard output.",
         ),
     ] = None,
     md: Annotated[
         bool,
-        typer.Option(
-            "--md", help="Print Markdown instead of HTML, for example for a pull request."
-        ),
+        typer.Option("--md", help="Print Markdown instead of HTML."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -63,9 +60,8 @@ def report(
     """List runs, rewrite the report of a run, compare several runs, or show the result of an A/B
     test.
 
-    A comparison has metrics, settings that differ, curves, and rows on which the runs disagree.
-    Unfinished runs are reported with the data so far. An A/B test may be looked at at any time: the
-    error probability stays at most 5 %.
+    A comparison has metrics, settings that differ, curves, and rows on which the runs disagree. An
+    A/B test may be looked at at any time: the error probability stays at most 5 %.
     """
     paths = paths or []
     is_test = len(paths) == 1 and (paths[0].is_file() or paths[0].suffix == ".jsonl")

@@ -61,10 +61,9 @@ def train(
     """Train a model: check the data, run the recipe, and write the model, the log and a report into
     the run folder.
 
-    If the run folder contains a run that was stopped or killed, resume it from its last checkpoint,
-    on any number of processes. To resume a run by its folder, name the folder instead of the
-    recipe: the recipe is read from there, and its relative paths are resolved in the folder in
-    which the run was started.
+    Rerun the same command to resume a run that was stopped or killed from its last checkpoint, on
+    any number of processes. Or name its folder instead of the recipe; relative paths are then
+    resolved in the folder in which the run was started.
     """
     must_be_open(as_json)
     recipe, settings, folder = _recipe_of(target, overrides or [], fresh)
@@ -168,7 +167,7 @@ def check(
         bool,
         typer.Option(
             "--all",
-            help="Also list settings that have their default value, and details of the plan.",
+            help="Also list settings with default values, and details of the plan.",
         ),
     ] = False,
 ) -> None:
@@ -239,8 +238,8 @@ def score(
         str | None,
         typer.Argument(
             metavar="RECIPE|MODEL|RUN",
-            help="A recipe. With --data, also the folder or hub id of a model, or a run folder. "
-            "Optional with --reward, if the rows have token ids, as those of `valence sample`.",
+            help="A recipe; with --data also a run, or the folder or hub id of a model. Optional "
+            "with --reward, if the rows have token ids, as those of `valence sample`.",
             autocompletion=completion.runs_or_recipes,
         ),
     ] = None,
@@ -252,7 +251,7 @@ def score(
     """Score the answers in a file, or fill a recipe's reference cache.
 
     With --data and --out, add to each row the log-probabilities and implicit rewards of its
-    answers, or their score by a reward. If the command was stopped, rerun it to resume.
+    answers, or their score by a reward.
     """
     target, overrides = _target(target, overrides or [])
     overrides = allow_remote_code(trust_remote_code, overrides)

@@ -62,7 +62,7 @@ def serve(
         typer.Argument(
             metavar="KEY=VALUE",
             help="Settings to override, e.g. data.as_chat=true; with --reward those of the reward, "
-            "e.g. settings.answer=label. `valence docs RULE` lists the settings of a rule.",
+            "e.g. settings.answer=label.",
         ),
     ] = None,
     reward: Annotated[
@@ -70,17 +70,17 @@ def serve(
         typer.Option(
             "--reward",
             metavar="REWARD",
-            help="Serve a reward instead: a reward model (folder or hub id), a function "
-            "(`package.module:function`) or a rule, for recipes with `reward: http://...` and for "
-            "OpenRLHF (POST /get_reward).",
+            help="Serve a reward instead (POST /get_reward): a reward model (folder or hub id), a "
+            "function (`package.module:function`) or a rule. For recipes with `reward: "
+            "http://...` and for OpenRLHF.",
         ),
     ] = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs. Pairs and corrections go to files in the same folder. "
-            "New feedback is added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files in the same folder. "
+            "Feedback is added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     share: Annotated[
@@ -96,7 +96,7 @@ def serve(
         typer.Option(
             min=0,
             max=65535,
-            help="Port to listen on. 0: any free port. Default: 8000, or 5000 with --reward.",
+            help="Port to listen on; 0: any free port. Default: 8000, or 5000 with --reward.",
         ),
     ] = None,
     allowed_host: AllowedHost = None,
@@ -104,7 +104,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Environment variable that contains the bearer token clients must send.",
+            help="Environment variable with the bearer token that clients must send.",
         ),
     ] = None,
     temperature: Annotated[
@@ -134,7 +134,7 @@ def serve(
         bool,
         typer.Option(
             "--overwrite",
-            help="Replace output files that were edited, or that Valence did not write.",
+            help="Replace output files that were edited or not written by Valence.",
         ),
     ] = False,
     step: Step = None,
@@ -143,8 +143,7 @@ def serve(
         float | None,
         typer.Option(
             min=0.01,
-            help="With --reward: time limit of a request, in seconds. Answers without a score by "
-            "then fail. Default: 60.",
+            help="With --reward: seconds after which a request fails. Default: 60.",
         ),
     ] = None,
     rate: Annotated[
@@ -158,8 +157,8 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="With --reward: maximum waiting answers over all requests. Requests beyond it are "
-            "refused. Default: 16384.",
+            help="With --reward: largest number of waiting answers; further requests are refused. "
+            "Default: 16384.",
         ),
     ] = None,
     end: Annotated[
@@ -167,8 +166,8 @@ def serve(
         typer.Option(
             "--end",
             metavar="TEXT",
-            help="With --reward: text to remove from the end of answers. Can be repeated. Default: "
-            "common end tokens.",
+            help="With --reward: text to remove from the end of answers, by default common end "
+            "tokens. Can be repeated.",
         ),
     ] = None,
 ) -> None:

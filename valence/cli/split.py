@@ -18,7 +18,7 @@ def split(
         typer.Argument(
             metavar="FILE",
             help="File of rows (.jsonl, .csv, .tsv or .parquet, also .gz), or a section as in a "
-            "recipe ('{path: FILE, keys: {...}}').",
+            "recipe.",
         ),
     ],
     share: Annotated[
@@ -33,8 +33,7 @@ def split(
         typer.Option(
             "--train",
             metavar="FILE",
-            help="Write the rows to train on to this file. Default: next to FILE, with `_train` "
-            "added to its name.",
+            help="File for the rows to train on. Default: FILE with `_train` in its name.",
         ),
     ] = None,
     held_out: Annotated[
@@ -42,8 +41,7 @@ def split(
         typer.Option(
             "--held-out",
             metavar="FILE",
-            help="Write the other rows to this file. Default: next to FILE, with `_held_out` added "
-            "to its name.",
+            help="File for the other rows. Default: FILE with `_held_out` in its name.",
         ),
     ] = None,
     overwrite: Annotated[

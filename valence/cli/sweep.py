@@ -85,16 +85,16 @@ def sweep(
         bool,
         typer.Option(
             "--json",
-            help="Print a JSON object for each trial, and a last one with the results. Other "
-            "output goes to standard error.",
+            help="Print a JSON object for each trial, and one with the results. Other output goes "
+            "to standard error.",
         ),
     ] = False,
 ) -> None:
-    """Train a recipe with every combination of some settings, and compare the results.
+    """Train a recipe with every combination of some settings, and say whether differences exceed
+    the noise of seeds.
 
-    Each trial is a run in OUT/trials. A killed sweep resumes with the same command, and more values
-    or seeds add trials. All trials share one cache of reference log-probabilities. The result says
-    whether differences exceed the noise of seeds.
+    Each trial is a run in OUT/trials. Rerun the same command to resume; more values or seeds add
+    trials. All trials share one cache of reference log-probabilities.
     """
     must_be_open(as_json)
     with stdout_to_stderr(as_json) as stream, _mistakes_as_json(stream):

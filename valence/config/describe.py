@@ -27,12 +27,16 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """A row of a table of settings: dotted name, allowed values, default as YAML, meaning."""
+    """A row of a table of settings: dotted name, allowed values, default as YAML, meaning.
+
+    summary: the first paragraph of the meaning.
+    """
 
     name: str
     type: str
     default: str
     meaning: str
+    summary: str
 
 
 def settings_table(model: type[BaseModel] = Recipe, prefix: str = "") -> list[SettingRow]:
@@ -178,7 +182,13 @@ def _rows(section: Node, prefix: str) -> Iterator[SettingRow]:
         inner = next((v for v in _variants(node) if "properties" in v), None)
         item = next((v["items"] for v in _variants(node) if "items" in v), _ANYTHING)
         if inner is None or len(_variants(node)) > 1:
-            yield SettingRow(prefix + name, takes(node), _default(section, name), meaning(node))
+            yield SettingRow(
+                prefix + name,
+                takes(node),
+                _default(section, name),
+                meaning(node),
+                " ".join(node.get("description", "").partition("\n\n")[0].split()),
+            )
         if inner is not None:
             yield from _rows(inner, f"{prefix}{name}.")
         elif "properties" in item:

@@ -312,24 +312,23 @@ class LoraSettings(Section):
     Above 0, the result depends on how a step is split into micro-batches.
     """
     targets: NamesOrPattern = "all-linear"
-    """Names of the linear layers that get an adapter, or a regular expression that matches full
-    names. all-linear: all linear layers except the head.
+    """Names of the linear layers that get an adapter, or a regular expression for full names.
+    all-linear: all but the head.
     """
     exclude_modules: NamesOrPattern | None = None
-    """Names of layers, or a regular expression, that get no adapter although `targets` includes
-    them.
-    """
+    """Layers of `targets` that get no adapter: names, or a regular expression."""
     use_rslora: bool = False
     """Multiply the update by alpha/sqrt(rank) instead of alpha/rank (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
-    """Also train the norm of the weight vector of each output (DoRA, arXiv 2402.09353). Slower than
-    LoRA.
+    """Also train the norm of the weights of each output (DoRA, arXiv 2402.09353). Slower than LoRA.
     """
     init_lora_weights: LoraInitialization = True
-    """Initial values of the adapter. true: the update starts at zero, as with gaussian, orthogonal
-    and mica (arXiv 2604.01694, trains only the adapter's first matrix). pissa (arXiv 2404.02948),
-    pissa_niter_N (the same by a faster approximation) and olora (arXiv 2406.01775) move a part of
-    the model's weights into the adapter; the policy still starts from the model. false: random.
+    """Initial values of the adapter. true: the update starts at zero. false: random.
+
+    gaussian, orthogonal and mica (arXiv 2604.01694, trains only the adapter's first matrix) also
+    start at zero. pissa (arXiv 2404.02948), pissa_niter_N (the same by a faster approximation) and
+    olora (arXiv 2406.01775) move a part of the model's weights into the adapter; the policy still
+    starts from the model.
     """
     rank_pattern: dict[Text, PositiveInt] = Field(default_factory=dict[str, int])
     """Ranks of individual layers, as {name or regular expression: rank}."""
@@ -340,23 +339,19 @@ class LoraSettings(Section):
     layers_pattern: list[Text] | Text | None = None
     """Name of the model's list of layers, if PEFT does not find it."""
     target_parameters: list[Text] | None = None
-    """Names of parameters that get an adapter although they belong to no linear layer, such as the
-    experts of a mixture-of-experts model.
+    """Parameters outside of linear layers that get an adapter, such as the experts of a mixture of
+    experts.
     """
     modules_to_save: list[Text] | None = None
-    """Names of modules whose weights are all trained, in addition to the adapter, such as
-    `lm_head`.
-    """
+    """Modules to train in full besides the adapter, such as `lm_head`."""
     trainable_token_indices: list[NonNegativeInt] | dict[Text, list[NonNegativeInt]] | None = None
-    """Tokens whose embeddings are trained in addition to the adapter; or {name of an embedding:
-    tokens}.
-    """
+    """Tokens whose embeddings are also trained; or {name of an embedding: tokens}."""
     ensure_weight_tying: bool = False
     """Keep the embedding and the head tied where `modules_to_save` trains them."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases of the model also train: none, all, or those of layers with an adapter."""
+    """Which biases of the model also train; lora_only: those of layers with an adapter."""
     lora_bias: bool = False
-    """Give the adapter's second matrix a bias. The layers of `targets` must have a bias, too."""
+    """Give the adapter's second matrix a bias. The layers of `targets` need a bias, too."""
 
     @field_validator("init_lora_weights", "layers_to_transform", "layers_pattern", "lora_bias")
     @classmethod
@@ -393,32 +388,33 @@ class Model(Section):
     name: Text
     """Folder or hub id of the model."""
     dtype: Dtype = "auto"
-    """Compute dtype.
+    """Compute dtype. auto: bfloat16 if the hardware supports it, else float32.
 
-    Trainable weights are always kept in float32 (float64 with float64). auto: bfloat16 if the
-    hardware supports it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else
-    float32. A resumed run keeps its dtype. The environment variable VALENCE_DTYPE replaces the
-    automatic choice.
+    bfloat16 needs CUDA devices of capability 8.0 or more, or CPUs with AVX512-BF16. Trainable
+    weights are always kept in float32 (float64 with float64). A resumed run keeps its dtype. The
+    environment variable VALENCE_DTYPE replaces the automatic choice.
     """
     lora: LoraSettings | None = None
-    """Train a low-rank adapter instead of all weights. Any other field of PEFT's `LoraConfig` can
-    be set here by its name.
+    """Train a low-rank adapter instead of all weights. Also takes any other field of PEFT's
+    `LoraConfig`.
     """
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
     quantize: Literal["nf4"] | None = None
-    """Store the frozen weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of
-    linear layers, not of the embedding, the head or norms. Applies to reference.model too. Needs
-    the extra `eightbit`.
+    """Store the frozen weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314). Needs the
+    extra `eightbit`.
+
+    Quantizes linear layers, but not the embedding, the head or norms. Applies to reference.model
+    too.
     """
     tokenizer: Text | None = None
     """Folder or hub id of the tokenizer. Default: that of the model."""
     gguf_file: Text | None = None
-    """Name of a GGUF file inside the model folder to read the weights from."""
+    """Name of a GGUF file in the model folder to read the weights from."""
     attributes: list[Text] | None = None
-    """Names of the attributes that a reward model scores.
+    """Names of the attributes that a reward model scores. Default: those of the training rows.
 
-    Default: those of the training rows, or `reward` for a single number.
+    For a single number, the default is `reward`.
     """
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
@@ -457,18 +453,22 @@ class ReferenceSettings(Section):
     model: Text | None = None
     """Folder or hub id of the reference model. Default: the policy before training."""
     cache: Text = "auto"
-    """Folder that caches the reference log-probabilities for this and other runs. auto: a folder
-    inside the run's folder, or no cache with sync_every. off: no cache; they are computed whenever
-    they are needed.
+    """Folder that caches the reference log-probabilities for this and other runs. auto: in the
+    run's folder. off: no cache.
+
+    With sync_every, auto is off. Without a cache, they are computed whenever they are needed.
     """
     sync_every: PositiveInt | None = None
-    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656; the
-    paper of `loss.humanline` uses 1). null: the reference is never updated. After an update with
-    sync_mix 1, policy and reference are equal and all rewards are 0; read `logps/*` instead.
+    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656).
+    null: never.
+
+    The paper of `loss.humanline` uses 1. After an update with sync_mix 1, policy and reference are
+    equal and all rewards are 0; read `logps/*` instead.
     """
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the policy's weights in an update of the reference. 1: copy the policy (hard
-    update). Below 1: average policy and reference (soft update).
+    """Share of the policy's weights in an update of the reference. 1: copy the policy.
+
+    1 is a hard update. Below 1, policy and reference are averaged (soft update).
     """
 
     def issues(self) -> Iterator[Issue]:
@@ -542,13 +542,14 @@ class SourceSettings(Section):
     subset: Text | None = None
     """Subset (configuration) of a hub data set that has several."""
     format: Text | None = None
-    """Name of the row format, or of the feedback tool that exported the file, or the import path of
-    a function that reads either. Default: the row format is detected from the first rows.
+    """Row format, feedback tool, or import path of a function that reads either. Default: detected.
+
+    The row format is detected from the first rows. A feedback tool is the one that exported the
+    file.
     """
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
-    """Names of columns, as {the format's name: the file's name}.
-
-    A dotted name refers to a nested field.
+    """Names of columns, as {the format's name: the file's name}. A dotted name refers to a nested
+    field.
     """
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
@@ -574,10 +575,12 @@ class Data(Section):
     eval: Annotated[
         list[SourceSettings] | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_share)
     ] = Field(default_factory=list[SourceSettings])
-    """Files to evaluate on during training, or a share of the rows of data.train to hold out, such
-    as 0.1. A hash of data.eval_seed and of the prompt up to its first user message decides, so
-    that all rows of a prompt are on the same side, and stay there when rows are added. The share
-    is therefore approximate.
+    """Files to evaluate on during training, or a share of the prompts of data.train to hold out,
+    such as 0.1.
+
+    A hash of data.eval_seed and of the prompt up to its first user message decides, so that all
+    rows of a prompt are on the same side, and stay there when rows are added. The share is
+    therefore approximate.
     """
     eval_seed: NonNegativeInt = 0
     """With data.eval as a share: another number holds out other prompts."""
@@ -586,55 +589,62 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """What to do with rows longer than max_length. drop: leave them out. cut_completion: cut off
-    the end of the completion (no end-of-turn token is added). cut_prompt: cut off the start of the
-    prompt (oldest turns first, never the last user turn).
+    """What to do with rows longer than max_length: leave them out, or cut the end of the completion
+    or the start of the prompt.
+
+    cut_completion adds no end-of-turn token. cut_prompt cuts the oldest turns first, and never the
+    last user turn.
     """
     limit: RowCount | None = None
-    """Use only the first N rows of each of train, eval and test. With data.eval as a share, it is
-    held out from the first N rows of train.
+    """Use only the first N rows of each of train, eval and test.
+
+    With data.eval as a share, it is held out from the first N rows of train.
     """
     train_on: Literal["completion", "assistant"] = "completion"
-    """Which tokens of a demonstration to train on. completion: those of the last assistant turn.
-    assistant: those of every assistant turn.
+    """Train on the last assistant turn of a demonstration (completion), or on all of them
+    (assistant).
     """
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt becomes one user message of the chat template, and its completion the
-    assistant message. auto: if the tokenizer has a chat template. false: text is not wrapped,
-    which is right for base models and for rows that are rendered with the template already.
-    Evaluation, sampling and scoring do the same.
+    """Whether a text prompt becomes a user message of the chat template. auto: if the tokenizer has
+    one.
+
+    Its completion becomes the assistant message. false: text is not wrapped, which is right for
+    base models and for rows that are rendered with the template already. Evaluation, sampling and
+    scoring do the same.
     """
     chat_template: Text | None = None
-    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's template.
+    """The chat template: `chatml`, or the path of a Jinja file. Default: that of the tokenizer.
 
     It is saved with the tokenizer.
     """
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict[str, Any])
-    """Variables of the chat template for every rendering, such as `{enable_thinking: false}`."""
+    """Variables of the chat template, such as `{enable_thinking: false}`."""
     convert: Annotated[
         Convert | None,
         Field(
-            description="Convert rows of another kind into rows that the method reads. "
+            description="Convert rows of another kind into rows that the method reads.\n\n"
             + "; ".join(f"{name}: {c.description}" for name, c in CONVERSIONS.items())
             + "."
         ),
     ] = None
     threshold: float | None = None
-    """For scores_to_judgements: the smallest score that counts as thumbs up.
+    """Smallest score, or difference of scores, that a conversion uses.
 
-    For scores_to_pairs and scores_to_all_pairs: the smallest difference of scores that makes a
-    pair. For best_to_demonstrations: completions with a smaller score are never imitated.
+    For scores_to_judgements: the smallest score that counts as thumbs up. For scores_to_pairs and
+    scores_to_all_pairs: the smallest difference of scores that makes a pair. For
+    best_to_demonstrations: completions with a smaller score are never imitated.
     """
     top_n: PositiveInt = 1
     """For best_to_demonstrations: number of completions per prompt."""
     mask_truncated: bool = True
-    """For best_to_demonstrations: leave out completions that were truncated when they were sampled
-    (`"stop": "length"` in rows of `valence sample`).
+    """For best_to_demonstrations: leave out truncated completions (`"stop": "length"`).
+
+    These are the completions that `valence sample` stopped at the maximum number of tokens.
     """
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip, count and list such rows."""
     stratify: bool = False
-    """Give every step the same share of thumbs up and down as the whole data set."""
+    """Give every step the same share of thumbs up and down as the data set."""
 
     @property
     def split(self) -> PromptSplit | None:
@@ -675,13 +685,16 @@ class RewardSettings(Section):
     """One reward of a completion. Several are added, each multiplied by its weight."""
 
     reward: Text
-    """A function (`package.module:function`), the name of a rule (see `valence docs`), the
-    folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`).
+    """A function (`package.module:function`), a rule (see `valence docs`), the folder or hub id of
+    a reward model, or the address of a server (`http://host:port/get_reward`).
+
     Separate several addresses with commas: if one server fails, the next one is called.
     """
     judge: Text | None = None
     """Instead of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
-    a language model that scores completions by a rubric. `settings` has its model and criteria.
+    a language model that scores completions by a rubric.
+
+    `settings` has its model and criteria.
     """
     name: Text | None = None
     """Name of the reward in its metrics. Default: a short form of `reward`."""
@@ -690,23 +703,22 @@ class RewardSettings(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest reward; values outside are clipped."""
     gate: float | None = None
-    """If a completion's value of this reward is below the gate, its other rewards count as 0."""
+    """If a completion's value is below the gate, its other rewards count as 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
     """
     deterministic: bool = False
-    """true: the same completion always gets the same score, so scores are cached for the run.
+    """The same completion always gets the same score: cache scores for the run.
 
     Rules and reward models are always deterministic.
     """
     timeout: PositiveFloat = 60.0
-    """Seconds that one call may take.
-
-    Does not apply to reward models, which run in this process.
-    """
+    """Seconds that one call may take. Not for reward models."""
     retries: NonNegativeInt = 3
-    """Number of times that a failed call is repeated, after increasing random pauses. A call that
-    timed out is repeated only within 2 x `timeout` seconds of the first call.
+    """Number of times that a failed call is repeated.
+
+    There are increasing random pauses between the calls. A call that timed out is repeated only
+    within 2 x `timeout` seconds of the first call.
     """
     concurrency: PositiveInt = 8
     """Concurrent calls to a server or an async function.
@@ -716,7 +728,7 @@ class RewardSettings(Section):
     batch_size: PositiveInt = 64
     """Completions per call."""
     token_env: Text | None = None
-    """Environment variable that contains the bearer token of a server."""
+    """Environment variable with the bearer token of a server."""
 
     def issues(self) -> Iterator[Issue]:
         if self.judge is not None and self.reward != self.judge:
@@ -742,104 +754,109 @@ class Rollout(Section):
     num_rollouts: PositiveInt = 8
     """Completions per prompt."""
     top_n: PositiveInt = 1
-    """For `rejection`: number of completions per prompt to train on, the best ones."""
+    """For `rejection`: number of completions per prompt to train on."""
     min_reward: float | None = None
-    """For `rejection`: completions with a smaller reward are never imitated. null: completions with
-    the lowest reward of their group are not imitated."""
+    """For `rejection`: completions with a smaller reward are never imitated. Default: those with
+    the lowest reward of their group are not.
+    """
     mask_truncated: bool | None = None
-    """Completions that were truncated at max_new_tokens get no gradient: `rejection` does not
-    imitate them, `hindsight` leaves them out, and policy gradient methods leave their tokens out of
-    the loss (overlong filtering, arXiv 2503.14476). Their rewards still count in the statistics of
-    the group. null: the default of the method, which is true for `rejection` and false for the
-    others.
+    """Do not train on completions that were truncated at max_new_tokens (overlong filtering, arXiv
+    2503.14476). Default: true for `rejection`, else false.
+
+    `rejection` does not imitate them, `hindsight` leaves them out, and policy gradient methods
+    leave their tokens out of the loss. Their rewards still count in the statistics of the group.
     """
     epochs: PositiveInt | None = None
-    """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`
-    and 1 for the others."""
+    """Passes over the completions of a round. Default: 4 for `ppo`, else 1."""
     steps: PositiveInt = 1
-    """Optimizer steps per pass. The prompts of the round are divided among them."""
+    """Optimizer steps per pass, among which the prompts of the round are divided."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Maximum tokens per completion."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits.
-
-    Methods with a ratio of probabilities train with the same temperature.
-    """
+    """Divides the logits. Methods with a ratio of probabilities train with the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample only from the smallest set of most likely tokens whose probability reaches this. Must
-    be 1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and others)."""
+    """Sample only from the smallest set of tokens with this total probability. Must be 1 for grpo,
+    ppo, rloo and other methods with a ratio of probabilities.
+    """
     at_once: PositiveInt | None = None
-    """Completions that engine hf samples in one batch. null: 64, and on a GPU up to 512, as long as
-    their keys and values need at most a quarter of its memory."""
+    """Completions that engine hf samples in one batch. Default: 64; on a GPU up to 512.
+
+    On a GPU, their keys and values need at most a quarter of its memory.
+    """
     overlong_buffer: NonNegativeInt = 0
     """Within the last N tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv
     2503.14476).
     """
     on_failure: Literal["drop", "drop_group", "stop"] = "drop"
     """When a reward fails: leave out the completion, leave out all completions of its prompt, or
-    stop the run.
+    stop.
     """
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Stop when more than this share of a round's completions has no score."""
     max_resample: PositiveInt = 10
-    """Maximum number of times per round that prompts are replaced because their completions give no
-    gradient.
-    """
+    """Maximum number of times per round that prompts without a gradient are replaced."""
     measure_kl: bool | Literal["auto"] = "auto"
-    """Log the KL divergence from the reference (`kl`). auto: if the reference needs no second model
-    in memory (a new adapter can be disabled), if the loss reads it anyway, or if reference.model is
-    set. true: always, with a copy of the model in memory if needed."""
+    """Log the KL divergence from the reference (`kl`). auto: if that needs no second model.
+
+    auto logs it if the reference needs no second model in memory (a new adapter can be disabled),
+    if the loss reads it anyway, or if reference.model is set. true: always, with a copy of the
+    model in memory if needed.
+    """
     engine: Text = "hf"
-    """Sampling engine. hf: this process. vllm: a vLLM server, which receives the current weights.
-    openai: any server with OpenAI's completions API; its weights are not updated. Another name, or
-    an import path: a plugin.
+    """Sampling engine: hf (this process), vllm (a server that receives the current weights), openai
+    (a server with OpenAI's completions API, whose weights are not updated), or a plugin by its name
+    or import path.
     """
     url: list[Text] | Text | None = None
-    """Address of the server, or a list of addresses of servers that share the prompts."""
+    """Address of the server, or addresses of servers that share the prompts."""
     start: bool = False
     """Start a vLLM server for the run, and stop it at the end."""
     python: Text | None = None
-    """With start: the Python of an environment that has vLLM.
-
-    Default: VALENCE_VLLM_PYTHON, or the Python of this program.
+    """With start: the Python of an environment with vLLM. Default: VALENCE_VLLM_PYTHON, or this
+    Python.
     """
     devices: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
-    """With start: the GPUs of the server, by their index in this process (as in `cuda:0`). null:
-    the first GPU without a training process, or that of the first process if there is none.
+    """With start: GPUs of the server, by their index in this process. Default: the first one
+    without a training process.
+
+    The index is that of `cuda:0`. If all GPUs have a training process, the default is the GPU of
+    the first process.
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """With start: share of the memory of each GPU that the server may use. null: on a GPU with a
-    training process, the share that the memory estimate leaves free; else vLLM's default.
+    """With start: share of the memory of each GPU that the server may use. Default: that of vLLM,
+    or what a training process on the GPU leaves free.
+
+    On a GPU with a training process, the default follows from the memory estimate.
     """
     sleep: bool | Literal["auto"] = "auto"
     """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
     shares a GPU with a training process.
     """
     transport: Literal["auto", "disk", "gloo", "nccl", "ipc", "lora"] = "auto"
-    """How weights are sent to a vLLM server. disk: through a shared folder. gloo: by a broadcast in
-    host memory. nccl: by a broadcast between CUDA devices. ipc: through memory of a CUDA device
-    that both use. lora: only the adapter, through a shared folder. auto: lora with an adapter, else
-    ipc on a shared CUDA device, else nccl between CUDA devices, else disk.
+    """How weights are sent to a vLLM server. auto: lora with an adapter, else ipc on a shared CUDA
+    device, else nccl between CUDA devices, else disk.
+
+    disk: through a shared folder. gloo: by a broadcast in host memory. nccl: by a broadcast between
+    CUDA devices. ipc: through memory of a CUDA device that both use. lora: only the adapter,
+    through a shared folder.
     """
     folder: Text | None = None
-    """Folder of the weights for a server, for transports that need one.
-
-    Default: in the run's folder.
-    """
+    """Folder of the weights for the transports disk and lora. Default: in the run's folder."""
     timeout: PositiveFloat = 600.0
     """Seconds that one request to a server may take."""
     ahead: Annotated[NonNegativeInt, BeforeValidator(_as_count)] = 0
-    """For servers: number of rounds that are sampled and scored ahead of training. Their
-    completions come from weights that are up to this many rounds old. 0: training waits for each
-    round. `true` means 1.
+    """For servers: number of rounds that are sampled and scored ahead of training. 0: training
+    waits for each round.
+
+    The completions come from weights that are up to this many rounds old. `true` means 1.
     """
     check_prompts: NonNegativeInt = 4
-    """Prompts whose log-probabilities are compared with the server's after each new version of the
+    """Prompts whose log-probabilities are compared with the server's after each update of the
     weights.
     """
     max_mismatch: PositiveFloat | None = None
-    """Stop when the log-probabilities of the check_prompts differ by more than this on average
-    (nats per token). null: 0.005 if both sides compute in float32, else 0.1.
+    """Stop when the log-probabilities of check_prompts differ by more than this on average (nats
+    per token). Default: 0.005 if both sides compute in float32, else 0.1.
     """
 
     @property
@@ -941,7 +958,7 @@ class Mix(Section):
     train: list[SourceSettings]
     """Files to train on."""
     weight: PositiveFloat = 1.0
-    """Factor by which the loss of this method, averaged over its rows, is multiplied."""
+    """Factor of the loss of this method, averaged over its rows."""
     batch_size: PositiveInt | None = None
     """Examples per optimizer step. Default: train.batch_size."""
     convert: Convert | None = None
@@ -958,75 +975,86 @@ class Train(Section):
     reward, prompts per round.
     """
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens per micro-batch.
+    """Tokens per micro-batch; changes memory and speed, not the result. auto: as many as fit into
+    the free memory and still make steps faster.
 
-    Changes only memory and speed, not the result (except with adapter dropout or
-    train.router_aux_loss). auto: as many as fit into the device's free memory, up to the size above
-    which steps are no faster. A resumed run keeps the number.
+    With adapter dropout or train.router_aux_loss, the result changes too. A resumed run keeps the
+    number.
     """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data. train.max_steps overrides it."""
     max_steps: PositiveInt | None = None
-    """Train for exactly N optimizer steps, whatever train.epochs is, repeating or leaving out rows.
-    null: train.epochs decides.
+    """Train for exactly N optimizer steps, repeating or leaving out rows. Default: train.epochs
+    decides.
     """
     optimizer: Annotated[Text, AfterValidator(_optimizer_name)] = "adamw"
-    """adamw; adamw_8bit, which keeps its moments in 8 bits (a quarter of their memory, slow on a
-    CPU, needs the extra `eightbit`); or the import path of an optimizer class, such as
-    `torch.optim.Muon`, `schedulefree.AdamWScheduleFree` or `my_module.MyOptimizer`.
+    """adamw; adamw_8bit, which keeps its moments in 8 bits; or the import path of an optimizer
+    class, such as `torch.optim.Muon`.
+
+    adamw_8bit needs a quarter of the memory for its moments, is slow on a CPU, and needs the extra
+    `eightbit`. Other classes are `schedulefree.AdamWScheduleFree` or `my_module.MyOptimizer`.
     """
     optimizer_settings: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Arguments of the optimizer class besides learning_rate, weight_decay and betas."""
+    """Further arguments of the optimizer class.
+
+    learning_rate, weight_decay and betas are passed to every class.
+    """
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: the method's default for all weights or for an adapter (see
-    the table of default learning rates in docs/settings.md). A resumed run keeps its rate.
+    """Peak learning rate. auto: the method's default (see the table of default learning rates in
+    docs/settings.md).
+
+    There is one default for all weights and one for an adapter. A resumed run keeps its rate.
     """
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape of the learning rate's decay to 0 after the warm-up. constant: no decay."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
     """Optimizer steps over which the learning rate rises from 0. Below 1: a fraction of all steps.
-    1 or more: a number of steps.
     """
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay rates of the first and second moment of AdamW, and of any other optimizer with betas.
-    """
+    """Decay rates of the first and second moment of AdamW, and of other optimizers with betas."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient over all weights; null: no clipping."""
     drop_last: bool = False
-    """Leave out the last step of an epoch when it has fewer than batch_size examples."""
+    """Leave out the last step of an epoch if it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of examples and of every random draw."""
     checkpointing: Literal["auto", "off", "selective", "selective_op", "full", "offloaded"] = "off"
-    """Activation checkpointing: compute layers again in the backward pass instead of storing their
-    activations, for less memory and more time, with the same result. selective: every second layer.
-    selective_op: every layer, except its matrix multiplications with weights and its attention,
-    whose results are stored; its layers cannot be compiled. full: every layer. offloaded: every
-    layer, with its input moved to host memory. auto: off if the estimated memory fits into the free
-    memory, for micro-batches of micro_batch_tokens (4,096 if that is auto); else selective_op, if
-    that fits and train.compile is off; else full.
+    """Activation checkpointing: less memory, more time, same result. auto: off if the estimated
+    memory fits, else selective_op, else full.
+
+    Layers are computed again in the backward pass instead of storing their activations. selective:
+    every second layer. selective_op: every layer, except its matrix multiplications with weights
+    and its attention, whose results are stored; its layers cannot be compiled. full: every layer.
+    offloaded: every layer, with its input moved to host memory. auto estimates micro-batches of
+    micro_batch_tokens (4,096 if that is auto), and chooses selective_op only if train.compile is
+    off.
     """
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers: faster steps after a slow start. auto: in runs that are long
-    enough for this to save time, where there is a compiler (on a CPU `g++`); not with sharded
-    weights, which `on` compiles too.
+    """Compile the model's layers: faster steps after a slow start. auto: in long runs, if there is
+    a compiler.
+
+    On a CPU, the compiler is `g++`. on also compiles sharded weights, auto does not.
     """
     router_aux_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
-    2101.03961), which is added to the loss of every step; 0: it is not computed. Switch
-    Transformers uses 0.01, most configurations of transformers 0.001. It covers all tokens, prompts
-    included, of the sequences that are trained on, and those of `mix`. Above 0, the result depends
-    on how a step is split into micro-batches: the loss is a product of means over a micro-batch,
-    and the step takes the mean of its micro-batches, weighted by their tokens. Evaluation leaves it
-    out. It cannot be combined with sharded weights or with compiled layers.
+    """Weight of the load-balancing loss of a mixture of experts; 0.01 in its paper (Switch
+    Transformers, arXiv 2101.03961). 0: it is not computed.
+
+    Most configurations of transformers have 0.001. The loss is added to that of every step. It
+    covers all tokens, prompts included, of the sequences that are trained on, and those of `mix`.
+    Above 0, the result depends on how a step is split into micro-batches: the loss is a product of
+    means over a micro-batch, and the step takes the mean of its micro-batches, weighted by their
+    tokens. Evaluation leaves it out. It cannot be combined with sharded weights or with compiled
+    layers.
     """
     max_skipped: PositiveInt = 5
     """Stop after N consecutive steps whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
-    """With a reward: end the run after N consecutive steps without a gradient, for example because
-    the completions of every group have the same reward. The run is then saved and finished as if
-    this were its last step. null: continue. With train.router_aux_loss above 0 every step has a
+    """With a reward: end the run after N consecutive steps without a gradient. null: continue.
+
+    There is no gradient if the completions of every group have the same reward. The run is saved
+    and finished as if this were its last step. With train.router_aux_loss above 0 every step has a
     gradient.
     """
 
@@ -1054,33 +1082,38 @@ class Parallel(Section):
     """Changes memory and speed, never a result."""
 
     shard: Literal["auto", "off", "full"] = "auto"
-    """How processes divide a model. off: every process holds all of it. full: weights, gradients
-    and optimizer state are sharded (FSDP2). auto: full if one process could not hold all. A resumed
-    run keeps the choice.
+    """How processes divide a model. off: each holds all of it. full: weights, gradients and
+    optimizer state are sharded (FSDP2). auto: full if one process could not hold all.
+
+    A resumed run keeps the choice.
     """
     tensor: PositiveInt = 1
-    """Size of a tensor-parallel group: N consecutive processes on one host that share the matrix
-    multiplications of each layer and process the same rows. Each group processes other rows.
+    """Size of a tensor-parallel group: processes on one host that share the matrix multiplications
+    of each layer.
+
+    The N consecutive processes of a group process the same rows, each group other rows.
     """
     context: PositiveInt = 1
-    """Size of a context-parallel group: N consecutive processes on one host that share the tokens
-    of each micro-batch, so that each stores about 1/N of its activations. For long sequences. Each
-    group processes other rows.
+    """Size of a context-parallel group: processes on one host that share the tokens of each
+    micro-batch, for long sequences.
+
+    Each of the N consecutive processes of a group stores about 1/N of the activations. Each group
+    processes other rows.
     """
     shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
-    """With shard full: number of processes over which one copy of the model is sharded, for example
-    the GPUs of a host (hybrid sharding, HSDP). Each such group of consecutive processes has a
-    replica, and the replicas add up their gradients once per step. Default: all processes, one
-    copy. With tensor N, a group has N times as many processes.
+    """With shard full: processes over which one copy of the model is sharded, such as the GPUs of a
+    host (HSDP). Default: all.
+
+    Each such group of consecutive processes has a replica, and the replicas add up their gradients
+    once per step (hybrid sharding). With tensor N, a group has N times as many processes.
     """
     reshard: bool = True
-    """With shard full: free a layer's gathered weights after its forward pass, and gather them
-    again for the backward pass.
-    """
+    """With shard full: free a layer's gathered weights between its forward and backward pass."""
     sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """With shard full: when gradients are reduced over the processes. step: once per step, which
-    needs memory for a complete gradient. micro_batch: after each micro-batch. auto: step with an
-    adapter, else micro_batch.
+    """With shard full: reduce gradients once per step, or after each micro-batch. auto: step with
+    an adapter, else micro_batch.
+
+    step needs memory for a complete gradient.
     """
     offload: bool = False
     """With shard full: store shards and optimizer state in host memory (CUDA only)."""
@@ -1122,33 +1155,38 @@ class Parallel(Section):
 
 class Eval(Section):
     every: Annotated[PositiveFloat, WholeFromOne] = 50.0
-    """Evaluation interval: 1 or more is a number of optimizer steps, less is a fraction of an
-    epoch.
-    """
+    """Optimizer steps between evaluations. Below 1: a fraction of an epoch."""
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
-    """Evaluate on only the first N examples of data.eval. data.test is always evaluated in full."""
+    """Evaluate only the first N examples of data.eval.
+
+    data.test is always evaluated in full.
+    """
     train_examples: NonNegativeInt = 200
-    """After training, also evaluate N rows of data.train for the report: those that the model
-    contradicts most may be mislabelled. Not for online methods.
+    """After training, also evaluate N rows of data.train, to find rows that may be mislabelled. Not
+    for online methods.
+
+    The report shows those that the model contradicts most.
     """
     other_text: Text = "auto"
-    """Texts that measure forgetting: the report shows how much worse the trained model predicts
-    them than the model before training. shipped: 40 short texts that come with Valence. Or a file:
-    rows of any format, or plain text (.txt) with blank lines between the texts. off: not measured.
-    auto: shipped for the method hindsight, else off.
+    """Texts that measure forgetting: shipped (40 short texts), a file, or off. auto: shipped for
+    hindsight, else off.
+
+    The report shows how much worse the trained model predicts them than the model before training.
+    A file has rows of any format, or plain text (.txt) with blank lines between the texts.
     """
 
 
 class Samples(Section):
     prompts: NonNegativeInt = 0
-    """Generate completions of N evaluation prompts before and after training, for the report."""
+    """For the report: generate completions of N evaluation prompts before and after training."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
     """Maximum tokens per completion."""
     temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 takes the most likely token. The report labels sampled completions as
-    such, and does not begin with them.
+    """Sampling temperature; 0 takes the most likely token.
+
+    The report labels sampled completions as such, and does not begin with them.
     """
 
     def issues(self) -> Iterator[Issue]:
@@ -1199,25 +1237,26 @@ class SinkSettings(Section):
     The first four need the extra with the same name: `pip install "valence-align[wandb]"`.
     """
     project: Text | None = None
-    """Project (mlflow: experiment) of the run.
+    """Project (mlflow: experiment) of the run. Default: `valence`.
 
-    Default: `valence`. tensorboard has none.
+    tensorboard has none.
     """
     name: Text | None = None
-    """Name of the run in the tracker. Default: that of the run's folder. tensorboard has none."""
-    folder: Text | None = None
-    """Folder of the tracker's files.
+    """Name of the run in the tracker. Default: that of the run's folder.
 
-    Default: a folder with the tracker's name in the run's folder; for trackio, TRACKIO_DIR if set.
+    tensorboard has none.
+    """
+    folder: Text | None = None
+    """Folder of the tracker's files. Default: a folder in the run's folder; for trackio,
+    TRACKIO_DIR if set.
+
+    It has the name of the tracker.
     """
     uri: Text | None = None
-    """Server or database of mlflow.
-
-    Default: MLFLOW_TRACKING_URI, or files in the run's folder.
-    """
+    """Server or database of mlflow. Default: MLFLOW_TRACKING_URI, or files in the run's folder."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Whether wandb uploads. auto: the value of WANDB_MODE; if it is not set, online with a key and
-    offline without.
+    """Whether wandb uploads. auto: the value of WANDB_MODE, else online with a key and offline
+    without.
     """
     tags: list[Text] = Field(default_factory=list[Text])
     """Tags of the run in wandb and mlflow."""
@@ -1243,9 +1282,7 @@ class RunSection(Section):
     dir: Text = "runs/latest"
     """Folder of the run."""
     sinks: list[SinkSettings] = Field(default_factory=list[SinkSettings])
-    """Trackers that also get the log: their names, such as `[tensorboard, wandb]`, or sections with
-    settings.
-    """
+    """Trackers that also get the log: names, such as `[tensorboard, wandb]`, or sections."""
     log_every: PositiveInt = 1
     """Write a line of metrics every N optimizer steps."""
     save_every: PositiveInt = 50
@@ -1253,37 +1290,42 @@ class RunSection(Section):
     keep: PositiveInt | None = 3
     """Number of newest checkpoints to keep; null: all."""
     keep_best: Best | None = None
-    """Also save and keep the checkpoint with the best evaluation (`--step best` reads it)."""
+    """Also keep the checkpoint with the best evaluation (`--step best` reads it)."""
     save_state: bool = True
-    """Save everything that resuming needs: trained weights, optimizer state and all other state."""
+    """Save all state that resuming needs, such as trained weights and optimizer state."""
     save_hf: bool = False
-    """Also write the model as a Hugging Face folder (`model`) into each checkpoint.
-
-    Training waits for it.
-    """
+    """Also write a Hugging Face folder (`model`) into each checkpoint. Training waits for it."""
     async_save: bool = True
-    """Write checkpoints in the background: training waits only while the state is copied into host
-    memory, which needs that much memory during a save. false: training waits for the whole save.
+    """Write checkpoints in the background. Needs host memory for a copy of the state during a save.
+
+    Training waits only while the state is copied into host memory. false: training waits for the
+    whole save.
     """
     max_failed_saves: PositiveInt = 3
-    """Stop after N consecutive saves that failed, as on a full disk. Until then, training
-    continues.
+    """Stop after N consecutive saves that failed, as on a full disk.
+
+    Until then, training continues.
     """
     max_time: Clock = None
-    """Time limit of the command, as "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then finishes
-    its step, saves its state and exits with status 124; rerun the same command to resume. The limit
-    includes loading the model; leave time for one step and one save.
+    """Time limit, as "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then saves its state and exits
+    with status 124; rerun the same command to resume.
+
+    Training finishes its step first. The limit includes loading the model; leave time for one step
+    and one save.
     """
     early_stop: EarlyStop | None = None
-    """Stop the run when evaluations no longer improve. The evaluation before the first step is not
-    counted.
+    """Stop the run when evaluations no longer improve.
+
+    The evaluation before the first step is not counted.
     """
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
-    """Content of model/ after training with an adapter: merged weights, or the adapter alone. auto:
-    merged. With model.quantize the adapter is merged into the unquantized weights of model.name,
-    which are loaded in model.dtype into host memory.
+    """Content of model/ after training with an adapter: merged weights (auto), or the adapter
+    alone.
+
+    With model.quantize the adapter is merged into the unquantized weights of model.name, which are
+    loaded in model.dtype into host memory.
     """
 
     def issues(self) -> Iterator[Issue]:

@@ -27,46 +27,40 @@ class Guide:
 
 GUIDE: dict[str, Guide] = {
     "kto": Guide(
-        "The default for thumbs up and down, in any proportion. It tolerates wrong labels: if the "
-        "reward of a completion strongly contradicts its label, the completion has almost no "
-        "gradient. If one class is much larger, set `class_weights: auto`. For each completion, a "
-        "step also computes one mismatched completion, without gradient.",
-        "The loss starts at half the mean class weight (0.5). `rewards/margins` and "
-        "`rewards/auc` rise. `kl` is often 0 at first, because `kl/raw` is below 0. If both "
-        "`rewards/chosen` and `rewards/rejected` fall, the policy moves away from all completions "
-        "of the data: lower the learning rate or raise `desirable_weight`.",
+        "The default for thumbs up and down, in any proportion. It tolerates wrong labels: a "
+        "completion whose reward strongly contradicts its label has almost no gradient. If one "
+        "class is much larger, set `class_weights: auto`.",
+        "The loss starts at half the mean class weight (0.5). `rewards/margins` and `rewards/auc` "
+        "rise. `kl` is often 0 at first, because `kl/raw` is below 0. If `rewards/chosen` and "
+        "`rewards/rejected` both fall, lower the learning rate or raise `desirable_weight`.",
     ),
     "apo_zero_unpaired": Guide(
         "Thumbs up and down, if the good completions are better than those of the model. Faster "
-        "than kto, because it needs no mismatched completions: the reference point is always 0.",
-        "The loss starts at 0.5. `logratio/chosen` rises from 0 and `logratio/rejected` falls, "
-        "independently; progress slows when they are about 1/beta nats away from 0.",
+        "than kto, because it needs no mismatched completions.",
+        "The loss starts at 0.5. `logratio/chosen` rises from 0 and `logratio/rejected` falls; "
+        "progress slows about 1/beta nats away from 0.",
     ),
     "bco": Guide(
-        "Thumbs up and down with reliable labels: the logistic loss has the largest gradient for "
-        "completions whose reward contradicts the label most, so wrong labels do more harm than "
-        "with kto. Good and bad completions should belong to prompts of the same kind, because "
-        "the density ratio of the paper, which corrects for different prompts, is not "
-        "implemented.",
+        "Thumbs up and down with reliable labels, on prompts of the same kind. Wrong labels do "
+        "more harm than with kto: completions whose reward contradicts the label most have the "
+        "largest gradient.",
         "The loss starts at log 2 = 0.693 and has no upper bound. The threshold delta follows the "
         "mean reward of both classes, so look at `rewards/margins` and not at the sign of a "
         "reward.",
     ),
     "aot_unpaired": Guide(
         "Thumbs up and down, to move the whole distribution of rewards of one class above that of "
-        "the other. It needs large steps with both classes in each (`data.stratify`): surplus "
-        "completions of the larger class are not used in that step, and a step with one class "
-        "changes nothing.",
+        "the other. Use large steps with both classes in each (`data.stratify`): a step ignores "
+        "surplus completions of the larger class, and changes nothing if it has one class.",
         "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
         "forward pass runs twice.",
     ),
     "dpo": Guide(
         "The default for pairs: the best-understood of these losses.",
-        "The loss starts at log 2 = 0.693 and `rewards/accuracies` at 0.5. Usually both "
-        "`logps/chosen` and `logps/rejected` fall, the latter faster, because only their "
-        "difference is trained. If the training accuracy is near 1 and the held-out accuracy does "
-        "not rise, the model overfits: train fewer epochs, raise beta, or set "
-        "`label_smoothing`.",
+        "The loss starts at log 2 = 0.693 and `rewards/accuracies` at 0.5. Usually `logps/chosen` "
+        "and `logps/rejected` both fall, because only their difference is trained. If the training "
+        "accuracy is near 1 and the held-out accuracy does not rise, train fewer epochs, raise "
+        "beta, or set `label_smoothing`.",
     ),
     "dpo_norm": Guide(
         "Pairs of completions with very different lengths, if dpo makes completions longer and "
@@ -77,49 +71,46 @@ GUIDE: dict[str, Guide] = {
     "robust_dpo": Guide(
         "Pairs with a known share of flipped labels: set `label_smoothing` to that share. With 0, "
         "robust_dpo equals dpo.",
-        "The loss starts at log 2 = 0.693. It has no lower bound: with `label_smoothing` above 0 "
-        "it becomes negative and keeps falling, so look at `rewards/accuracies` on held-out pairs.",
+        "The loss starts at log 2 = 0.693. With `label_smoothing` above 0 it has no lower bound "
+        "and keeps falling, so look at `rewards/accuracies` on held-out pairs.",
     ),
     "ipo": Guide(
         "Few pairs, or labels without noise. On such data, dpo increases the difference of the "
         "log-ratios without limit; ipo has a finite target.",
-        "The loss starts at 1/(2*tau)^2 = 25. The target is a difference of 5 nats per token, "
-        "which is rarely reached, so the loss stays near 25 while `rewards/accuracies` rises. "
-        "Gradients are large, and are clipped in most steps.",
+        "The loss starts at 1/(2*tau)^2 = 25 and stays near it while `rewards/accuracies` rises, "
+        "because the target, a difference of 5 nats per token, is rarely reached. Gradients are "
+        "large, and are clipped in most steps.",
     ),
     "hinge": Guide(
-        "Pairs, to stop training on pairs that are already learned: a pair with a difference d of "
-        "at least 1/beta nats has no gradient.",
+        "Pairs, to stop training on pairs that are already learned.",
         "The loss starts at 1 and can reach 0. At 0, `grad_norm` is 0 and more epochs have no "
         "effect.",
     ),
     "slic": Guide(
         "Pairs, if there is not enough memory for a reference. slic works best on a model that was "
         "fine-tuned on similar completions.",
-        "The likelihood term is a sum over the completion, so long completions make the loss "
-        "large. Once the difference of a pair reaches `loss.margin`, only the likelihood "
-        "term is left and `logps/chosen` rises. `rewards/accuracies` starts at the accuracy of the "
-        "initial model, not at 0.5.",
+        "Long completions make the loss large. Once the difference of a pair reaches "
+        "`loss.margin`, only the likelihood term is left and `logps/chosen` rises. "
+        "`rewards/accuracies` starts at the accuracy of the initial model, not at 0.5.",
     ),
     "simpo": Guide(
         "Pairs, if there is not enough memory for a reference and completions must not become "
-        "longer. Nothing keeps the policy near the initial model, so use a small learning rate.",
-        "`rewards/accuracies` starts at the accuracy of the initial model, not at 0.5. "
-        "`logps/chosen` tends to fall together with `logps/rejected`; if it falls fast, set "
-        "`nll_weight` or lower the learning rate.",
+        "longer. Nothing keeps the policy near the initial model: use a small learning rate.",
+        "`rewards/accuracies` starts at the accuracy of the initial model, not at 0.5. If "
+        "`logps/chosen` falls fast, set `nll_weight` or lower the learning rate.",
     ),
     "cpo": Guide(
         "Pairs of good and nearly good completions, such as translations, if there is not enough "
         "memory for a reference.",
-        "With `nll_weight: 1`, the likelihood is a large part of the loss, so `logps/chosen` "
-        "rises. `rewards/accuracies` starts at the accuracy of the initial model, and shorter "
+        "With `nll_weight: 1`, the likelihood is a large part of the loss, and `logps/chosen` "
+        "rises. `rewards/accuracies` starts at the accuracy of the initial model. Shorter "
         "completions tend to have larger rewards.",
     ),
     "orpo": Guide(
         "Pairs and a model that was not fine-tuned: supervised fine-tuning and preference "
-        "optimization in one run, without a reference.",
-        "The mean negative log-likelihood of chosen completions dominates the loss, so its curve "
-        "looks like that of sft: `logps/chosen` rises and the odds change slowly.",
+        "optimization in one run.",
+        "The curve of the loss looks like that of sft: `logps/chosen` rises and the odds change "
+        "slowly.",
     ),
     "apo_zero": Guide(
         "Pairs with chosen completions that are better than the model's own, if dpo makes the "
@@ -134,16 +125,14 @@ GUIDE: dict[str, Guide] = {
     ),
     "exo": Guide(
         "Pairs, if the policy should concentrate on some of the completions that the labels favour "
-        "instead of covering all of them. `label_smoothing` is part of the method: keep it "
-        "above 0. At 0, it is clamped to 1e-6, which is almost no smoothing.",
-        "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats; "
-        "the loss reduces larger differences again.",
+        "instead of covering all of them. Keep `label_smoothing` above 0: it is part of the "
+        "method, and 0 is clamped to 1e-6.",
+        "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats.",
     ),
     "nca": Guide(
-        "Pairs with chosen completions that must stay likely, for example in mathematics or code, "
-        "where dpo makes them less likely.",
-        "The loss starts at 2 log 2 = 1.386. `logratio/chosen` rises to about log(2)/beta = 7 "
-        "nats and stays there; `logratio/rejected` keeps falling.",
+        "Pairs with chosen completions that must stay likely, for example in mathematics or code.",
+        "The loss starts at 2 log 2 = 1.386. `logratio/chosen` rises to about log(2)/beta = 7 nats "
+        "and stays there; `logratio/rejected` keeps falling.",
     ),
     "bco_pair": Guide(
         "Pairs, if the reward should also separate good from bad completions of different prompts.",
@@ -153,43 +142,37 @@ GUIDE: dict[str, Guide] = {
     "sppo": Guide(
         "Training in several rounds, with pairs that the policy sampled in the previous round.",
         "The loss starts at 2/(2*beta)^2 = 50, and falls as `logratio/chosen` approaches +5 nats "
-        "and `logratio/rejected` -5. Gradients are about 200 times those of dpo, so the gradient "
-        "is clipped in every step.",
+        "and `logratio/rejected` -5. Gradients are about 200 times those of dpo, and are clipped "
+        "in every step.",
     ),
     "dpop": Guide(
-        "Pairs that differ in a few tokens. dpo makes both completions of such pairs less likely; "
-        "dpop penalizes a chosen completion that is less likely than under the reference.",
-        "The loss starts at log 2 = 0.693. For each nat by which a chosen completion becomes "
-        "less likely than under the reference, it rises by 5, so `logratio/chosen` stays at 0 or "
-        "above.",
+        "Pairs that differ in a few tokens, both of which dpo would make less likely.",
+        "The loss starts at log 2 = 0.693. It rises by 5 for each nat that a chosen completion "
+        "loses against the reference, so `logratio/chosen` stays at 0 or above.",
     ),
     "discopop": Guide(
-        "Pairs, as an experiment: the loss was found by search, has no derivation and is not "
+        "Experiments with pairs: the loss was found by search, has no derivation and is not "
         "convex.",
         "The loss starts at 0.847. The first steps can lower `rewards/accuracies` below 0.5, "
-        "because the slope at d = 0 has the opposite sign. Further from 0, the slope has the sign "
-        "of dpo's.",
+        "because the slope at d = 0 has the opposite sign.",
     ),
     "aot": Guide(
         "Pairs, to increase the differences over the whole distribution rather than pair by pair. "
-        "Use a large `train.batch_size`, because ranks are computed within a step.",
+        "Use a large `train.batch_size`: ranks are computed within a step.",
         "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
         "forward pass runs twice.",
     ),
     "sft": Guide(
         "The default for completions to imitate, and the usual first training for a model that "
         "does not answer in the right form.",
-        "The loss is the negative of `logps/token`, the mean over trained tokens. If the held-out "
-        "loss rises while the training loss falls, the model overfits. On small data, overfitting "
-        "starts after two or three epochs.",
+        "The loss is the negative of `logps/token`. If the held-out loss rises while the training "
+        "loss falls, the model overfits, on small data after two or three epochs.",
     ),
     "dft": Guide(
-        "Completions to imitate, if sft makes the model forget what it could do before. Tokens "
-        "that the model finds unlikely get little weight, so the model forgets less, but also "
-        "learns fewer new things.",
-        "The loss is the mean of -p log p, at most 0.37. It can rise while the model learns, "
-        "because -p log p increases until the probability p reaches 0.37. Look at `logps/token` "
-        "instead.",
+        "Completions to imitate, if sft makes the model forget what it could do before. The model "
+        "forgets less, but also learns fewer new things.",
+        "The loss is the mean of -p log p, at most 0.37, and can rise while the model learns. Look "
+        "at `logps/token` instead.",
     ),
     "hindsight": Guide(
         "Completions with comments, corrections or the user's next message, without labels; or a "
@@ -203,97 +186,83 @@ GUIDE: dict[str, Guide] = {
         "collapse: lower the learning rate.",
     ),
     "grpo": Guide(
-        "The default for rewards: several scored completions per prompt, of which the better ones "
-        "become more likely. Stored completions were not sampled by the policy, so expect less "
-        "from them than from online training. A group (the completions of one prompt) with equal "
-        "scores changes nothing; a group with small differences counts as much as any other.",
+        "The default for rewards. Stored completions were not sampled by the policy, so expect "
+        "less from them than from online training. A group (the completions of one prompt) with "
+        "equal scores changes nothing; one with small differences counts as much as any other.",
         "The loss starts near 0, because advantages cancel within a group, and its value says "
         "little. `logratio/token` shows how far the policy has moved. If `clipped` exceeds a few "
-        "percent, the policy has moved too far from the one that sampled the completions: take "
-        "fewer steps on them.",
-        "Group relative policy optimization: the clipped surrogate of PPO with advantages "
+        "percent, take fewer steps on the same completions.",
+        "Group relative policy optimization: the clipped surrogate of PPO, with advantages "
         "normalized within the completions of a prompt.",
     ),
     "dr_grpo": Guide(
         "Instead of grpo, if wrong completions become longer and longer, or if the size of score "
-        "differences is meaningful. Neither the length of a completion nor the spread of the "
-        "scores in its group changes the weight of a token.",
-        "Advantages are in units of the score, so the gradient is as small as the differences of "
-        "scores, and shrinks as the policy improves. On stored completions, set `max_tokens`: "
-        "with `max_tokens: null`, the gradient grows with the length of completions, and is "
-        "clipped in every step.",
+        "differences is meaningful.",
+        "The gradient is as small as the differences of scores, and shrinks as the policy "
+        "improves. On stored completions, set `max_tokens`: with null, the gradient grows with the "
+        "length of completions, and is clipped in every step.",
         "GRPO without length and standard-deviation normalization, which bias it towards long "
         "wrong completions and towards very easy and very hard prompts.",
     ),
     "dapo": Guide(
-        "Instead of grpo, for long completions and many steps. All tokens have the same weight. In "
-        "grpo, each token of a long completion has less weight, so long bad completions are "
-        "penalized too little. The wider upper interval lets unlikely tokens become more likely, "
-        "which preserves diversity. In online training, prompts whose completions have equal "
-        "rewards are replaced by others.",
+        "Instead of grpo, for long completions and many steps: long bad completions are penalized "
+        "in full, and unlikely tokens can become more likely, which preserves diversity. In online "
+        "training, prompts whose completions have equal rewards are replaced by others.",
         "Same as for grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),
     "gspo": Guide(
         "Instead of grpo, for rewards of whole completions and for mixtures of experts, where the "
         "ratios of single tokens are noisy. A completion is clipped as a whole or not at all.",
-        "`clipped` is a share of completions and much higher than with grpo, often 10 to 20 "
-        "percent or more, because the interval is narrow. This is normal.",
+        "`clipped` is a share of completions, often 10 to 20 percent or more, because the interval "
+        "is narrow. This is normal.",
     ),
     "cispo": Guide(
-        "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Every "
-        "token keeps its gradient, however far its ratio has moved. Only the cap limits the "
-        "policy, so take few steps on the same completions.",
-        "Ignore the value of the loss: only its gradient is meaningful. `clipped` is the share of "
-        "tokens at the cap, near 0 by default.",
+        "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Only "
+        "the cap limits the policy, so take few steps on the same completions.",
+        "Ignore the value of the loss. `clipped` is the share of tokens at the cap, near 0 by "
+        "default.",
     ),
     "rloo": Guide(
-        "Several rollouts per prompt, and rewards whose scale matters. The gradient is that of the "
-        "expected reward, and the reward includes the KL penalty. Take one step per round.",
-        "The loss starts near 0 and its value says little. Nothing is clipped: on stored or old "
-        "completions the ratio of whole completions soon becomes extreme, and a `logratio/token` "
-        "far from 0 is a warning sign.",
+        "Several rollouts per prompt, and rewards whose scale matters. Take one step per round.",
+        "The loss starts near 0 and its value says little. Nothing is clipped: a `logratio/token` "
+        "far from 0 is a warning sign, because the ratio of whole completions soon becomes "
+        "extreme.",
     ),
     "reinforce_pp": Guide(
-        "Rewards that are comparable across prompts. In online training, one completion "
-        "per prompt is enough. "
-        "Like ppo, but with the mean reward of the round instead of a value model.",
-        "Same as for grpo. Easy prompts have only positive advantages and hard ones only negative, "
-        "so `advantages/positive` depends on the prompts of the round and does not measure "
-        "progress.",
+        "Rewards that are comparable across prompts. In online training, one completion per prompt "
+        "is enough. Like ppo, but without a value model.",
+        "Same as for grpo, but `advantages/positive` depends on the prompts of the round and does "
+        "not measure progress.",
         "REINFORCE++: the clipped surrogate of PPO with advantages normalized over all "
         "completions.",
     ),
     "ppo": Guide(
         "Rewards that are comparable across prompts. In online training, a value head estimates "
         "the expected return at every token, at the cost of another head or model to train. "
-        "Training on stored completions uses no value head: scores are normalized over the whole "
-        "step.",
-        "The loss starts near 0 and its value says little; read `logratio/token` and `clipped` as "
-        "for grpo. `value/explained` should rise from 0. If it is negative, the value head does "
-        "harm: change its learning rate first.",
+        "Training on stored completions uses no value head: scores are normalized over the step.",
+        "Same as for grpo. `value/explained` should rise from 0. If it is negative, the value head "
+        "does harm: change its learning rate first.",
         "Proximal policy optimization: maximize the advantage, weighted by the probability ratio, "
         "until the ratio leaves the clipping interval.",
     ),
     "bradley_terry": Guide(
-        "Pairs, to train a reward model. It learns only differences within a prompt, so scores of "
-        "different prompts may not be comparable; `center_coef: 0.01` keeps all scores around 0.",
+        "Pairs, to train a reward model. Scores of different prompts may not be comparable; "
+        "`center_coef: 0.01` keeps all scores around 0.",
         "The loss starts near log 2 = 0.693 and `rewards/accuracies` near 0.5. People agree on "
-        "about three of four pairs, so be suspicious of a much higher held-out accuracy.",
+        "about three of four pairs: distrust a much higher held-out accuracy.",
     ),
     "pointwise": Guide(
-        "Thumbs or scores without pairs, of one or several attributes, to train a reward model. "
-        "For targets outside 0 to 1, set `error` to squared, or to huber if some of them are "
-        "outliers.",
+        "Thumbs or scores of one or several attributes, to train a reward model. For targets "
+        "outside 0 to 1, set `error` to squared, or to huber if some of them are outliers.",
         "With thumbs, the loss starts near log 2 = 0.693. `rewards/auc` measures the ranking and "
-        "`rewards/calibration_error` the probabilities. Overfitting harms the probabilities first. "
-        "With scores, look at `rewards/spearman`.",
+        "`rewards/calibration_error` the probabilities, which overfitting harms first. With "
+        "scores, look at `rewards/spearman`.",
     ),
     "ordinal": Guide(
-        "Stars or other ordered levels, to train a reward model. The distances between levels may "
-        "differ.",
-        "The loss starts near log(levels), which is 1.61 for 5 levels, because all levels are "
-        "equally likely. `rewards/spearman` rises, and `rewards/error`, measured in levels, falls.",
+        "Stars or other ordered levels, to train a reward model.",
+        "The loss starts near log(levels), which is 1.61 for 5 levels. `rewards/spearman` rises, "
+        "and `rewards/error`, measured in levels, falls.",
     ),
 }
 """By the name of a loss."""

@@ -48,7 +48,7 @@ def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
 
 
 def log_ratio_penalized(sums: Sums, settings: Settings) -> Tensor:
-    """beta * (logp - ref), minus beta * penalty * max(0, ref - logp) on the chosen side."""
+    """beta * (logp - ref) - beta * penalty * max(0, ref - logp) on the chosen side."""
     ratio = sums["logp"] - sums["ref"]
     penalty = settings["penalty"] * (-ratio).clamp(min=0)
     return settings["beta"] * (ratio - penalty * sums["chosen"].to(ratio))

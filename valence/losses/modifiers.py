@@ -43,8 +43,8 @@ def humanline(
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), around 0. The paper uses
-        [-1.0, 1.5]. null disables clamping. Use it with reference.sync_every.
+    humanline: the range [low, high] of a token's log-ratio (nats), around 0; [-1.0, 1.5] in the
+        paper. Use it with reference.sync_every.
     """
     del batch
     assert humanline is not None
@@ -85,8 +85,8 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
 
 
 def edits(tokens: Tokens, batch: MicroBatch, *, shared_weight: Share = 1.0) -> Named:
-    """Reduce the weight of tokens that both completions of a pair share, as a corrected answer
-    shares most of its tokens with the original, in policy and reference.
+    """Reduce the weight of tokens that both completions of a pair share, as a corrected answer and
+    the original, in policy and reference.
 
     Token t has the weight shared_weight if it is in a matching block of the token ids of both
     completions (Ratcliff and Metzener 1988, "Pattern Matching: The Gestalt Approach").
@@ -284,8 +284,8 @@ def value(
 
     value: train a value head. ppo with a reward always trains one.
     value_weight: weight of the error.
-    value_clip: largest change of an estimate since sampling. Beyond it, the estimate has no
-        gradient. null means no limit.
+    value_clip: largest change of an estimate since sampling, without gradient beyond it. null: no
+        limit.
     """
     del value
     if "return_t" not in view:

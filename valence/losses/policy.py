@@ -41,8 +41,7 @@ def ppo_clip(
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp(logp_t - old_t). Schulman et al.
     2017, arXiv 1707.06347, Eq. 7. With dual_clip = c, the loss where A < 0 is -max(min(...),
-    c*A): Ye et al. 2019, arXiv 1912.09729. A rho above exp(20) is clamped to exp(20) and has no
-    gradient.
+    c*A): Ye et al. 2019, arXiv 1912.09729. A rho above exp(20) has no gradient.
 
     logp_t[T]: log-probability of each trained token (nats); old_t[T]: that of the sampling policy;
     adv_t[T]: its advantage (units of reward, usually normalized).
@@ -73,8 +72,7 @@ def gspo(
     n[S]: number of tokens; adv[S]: advantage (usually normalized), the mean over tokens if it
     varies.
 
-    eps_low: lower clipping bound of the ratio, as a distance from 1; small, because the ratio is a
-        mean over tokens.
+    eps_low: lower clipping bound of the ratio, as a distance from 1.
     eps_high: upper clipping bound of the ratio, as a distance from 1.
     dual_clip: cap of the ratio for negative advantages; set it above 1 + eps_high. null: no cap.
     """
@@ -88,8 +86,7 @@ def cispo(
     gradient.
 
     -sg(min(rho, eps_high))*A*logp_t, rho = exp(logp_t - old_t), sg = stop-gradient. MiniMax 2025,
-    arXiv 2506.13585, Eq. 4-5, which writes the cap as 1 + eps_high and adds a lower bound without
-    effect.
+    arXiv 2506.13585, Eq. 4-5, which writes the cap as 1 + eps_high.
 
     logp_t[T]: log-probability of each trained token (nats); old_t[T]: that of the sampling policy;
     adv_t[T]: its advantage (units of reward, usually normalized).
@@ -103,9 +100,9 @@ def rloo(logp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
     """REINFORCE leave-one-out: maximize the advantage of whole completions, weighted by their
     probability ratio.
 
-    -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740. The paper's
-    loss, -A*logp, has the same gradient as long as policy and sampling policy are equal. A rho
-    above exp(20) is clamped to exp(20) and has no gradient.
+    -rho*A, rho = exp(logp - old). Ahmadian et al. 2024, arXiv 2402.14740. The paper's loss,
+    -A*logp, has the same gradient while policy and sampling policy are equal. A rho above exp(20)
+    has none.
 
     logp[S]: summed log-probability of the completion (nats); old[S]: that of the sampling policy;
     adv[S]: advantage (units of reward).

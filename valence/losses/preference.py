@@ -48,9 +48,8 @@ def dpo(
     -(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong. Rafailov et al. 2023, arXiv
     2305.18290, Eq. 7; with e > 0 it is conservative DPO.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
-    margin[P]: required lead of the chosen one (units of beta*d; 0 if the data has none);
-    wrong[P]: probability that the label is wrong.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: required lead of
+    the chosen completion (units of beta*d); wrong[P]: probability that the label is wrong.
 
     beta: strength of the regularization towards the reference.
     """
@@ -160,7 +159,7 @@ def slic(
     by a margin, and keep its likelihood high.
 
     max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with
-    the chosen completion as the target of the regularizer. No reference model.
+    the chosen completion as the target of the regularizer.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -186,7 +185,7 @@ def simpo(
 
     -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma =
     gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6 (the case
-    margin = 0 and e = 0). No reference model.
+    margin = 0 and e = 0).
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of
     x; wrong[P]: probability that the label is wrong.
@@ -201,9 +200,8 @@ def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
     """Contrastive preference optimization: DPO with a uniform reference, combined with the
     negative log-likelihood of the chosen completion (`nll_weight`).
 
-    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. The paper's objective also
-    contains the mean negative log-likelihood of the chosen completions, which `nll_weight` adds.
-    No reference model.
+    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. `nll_weight` adds the other
+    term of the paper's objective.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -225,7 +223,7 @@ def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta
     those of the rejected one.
 
     -logp_w/n_w - beta*log s(o_w - o_l), o = a - log(1 - exp a), a = logp/n. Hong et al. 2024, arXiv
-    2403.07691, Eq. 6-7. No reference model.
+    2403.07691, Eq. 6-7.
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 

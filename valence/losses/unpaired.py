@@ -59,8 +59,7 @@ def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta =
 
     desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref. Jung
     et al. 2024, arXiv 2404.04656, without its density-ratio term: the paper also weights thumbs
-    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates. Without
-    it, prompts of thumbs up and of thumbs down should come from the same distribution.
+    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     delta[]: running mean of the implicit rewards of both classes (units of beta*r), no gradient.

@@ -149,10 +149,9 @@ def best_of_n(
     """Demonstrations from the `rollout.top_n` completions with the largest rewards of each prompt.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
-    (RAFT). Among equal rewards, the completion sampled first is used. These are left out: truncated
-    completions (`rollout.mask_truncated`), prompts with several completions that all have the same
-    reward, and completions with a reward below `rollout.min_reward` or, if it is not set, with the
-    lowest reward of their prompt.
+    (RAFT). These are left out: truncated completions (`rollout.mask_truncated`), prompts with
+    several completions that all have the same reward, and completions with a reward below
+    `rollout.min_reward` or, if it is not set, with the lowest reward of their prompt.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -172,11 +171,10 @@ def preference_pairs(
     """Pairs of completions of one prompt; the one with the larger reward is preferred.
 
     Guo et al. 2024, arXiv 2402.04792 (online DPO). Completions with equal rewards or equal tokens
-    form no pair. Among several best or worst completions, the one sampled first is used.
+    form no pair.
 
     pairs: the best and the worst completion of each prompt, or all pairs.
-    pair_margin: minimum difference between the rewards of a pair. At 0, any positive difference is
-        enough.
+    pair_margin: smallest difference between the rewards of a pair.
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -209,15 +207,13 @@ def binary_labels(
 ) -> list[TokenizedExample]:
     """Label each completion desirable or undesirable by comparing its reward with a threshold.
 
-    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). If the threshold is a
-    mean or median, completions with a reward equal to it are left out. If it is a number, they are
-    desirable.
+    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). A reward equal to the
+    threshold is desirable if that is a number, and left out if it is a mean or median.
 
-    thumbs_up: the threshold: a number, or the mean or median of the rewards of the prompt.
-        batch_mean and batch_median are those of all rewards of the round.
-    thumbs_quantile: share of each prompt's completions, used instead of a threshold. The share with
-        the largest rewards is labelled desirable, and as many with the smallest rewards
-        undesirable. The others are left out.
+    thumbs_up: the threshold: a number, or the mean or median of the rewards of the prompt (batch_:
+        of the round).
+    thumbs_quantile: instead of a threshold, label this share of each prompt's completions desirable
+        and as many undesirable; the others are left out.
     """
     examples: list[TokenizedExample] = []
     all_rewards = [reward for group in round for reward in group.rewards]
@@ -254,7 +250,7 @@ def with_teachers(
     Another model reads the same prompt (Agarwal et al. 2024, arXiv 2306.13649). If the teacher is
     the policy itself, it also reads what the reward says about the completion, or the best
     completion of the prompt (`teacher.context`; SDPO, Hübotter et al. 2026, arXiv 2601.20802).
-    Completions without such a text, and with `rollout.mask_truncated` truncated ones, are left out.
+    Completions without such a text are left out.
     """
     examples: list[TokenizedExample] = []
     for group in round:
