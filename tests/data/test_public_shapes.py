@@ -20,6 +20,7 @@ from valence.data.audit import Finding, audit
 from valence.data.format_table import SHAPES
 from valence.data.load import DataFile, Loaded, load, recognize
 from valence.data.rendering import describe_first_rows
+from valence.jobs.sample_rows import prompt_columns
 from valence.types import (
     Chat,
     Demonstration,
@@ -411,6 +412,9 @@ SHAPES_READ = [
     Shape(HUB + "openai/gsm8k (for a reward)", "prompt", {
         "question": "Is it wet?", "answer": "1",
     }, prompted(answer="1")),
+    Shape(HUB + "Dahoas/static-hh", "prompt", {
+        "prompt": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant:",
+    }, prompted(chat(MORE, NO, ASK))),
     Shape(SWIFT + " (GRPO)", "prompt", {
         "messages": [SYSTEM, ASK], "solution": "Yes.",
     }, prompted(chat(SYSTEM, ASK), solution="Yes.")),
@@ -455,11 +459,22 @@ def test_a_transcript_stays_text_without_a_chat_template(tmp_path: Path) -> None
     as_turns = encoded(encoder(), chat_pair(MORE, NO, ASK))
     unit = encoded(encoder(), example)
     assert (unit.prompt_ids, unit.answers) == (as_turns.prompt_ids, as_turns.answers)
+    [example] = read(tmp_path, "prompt", {"prompt": TRANSCRIPT}).examples
+    assert prompt_columns(example.prompt) == {"prompt": TRANSCRIPT}
+    assert plain.rendered_as(example.prompt) == [TRANSCRIPT]
+    assert plain.encode_prompt(example.prompt) == plain.encode_prompt(TRANSCRIPT)
     marked = {"text": "### Human: Is it wet?### Assistant: Yes."}
     [example] = read(tmp_path, "demonstration", marked).examples
     unit = encoded(encoder(None), example)
     as_text = encoded(encoder(None), demo("### Human: Is it wet?### Assistant:", " Yes."))
     assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+
+
+def test_pairs_of_transcripts_with_the_marks_of_guanaco_become_turns(tmp_path: Path) -> None:
+    start = "### Human: Why?### Assistant: No.\n### Human: Is it wet?\n### Assistant:"
+    row = {"chosen": f"{start} Yes.", "rejected": f"{start} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == chat_pair(MORE, NO, ASK)
 
 
 def test_a_transcript_next_to_tools_or_other_turns_becomes_turns(tmp_path: Path) -> None:

@@ -573,7 +573,9 @@ def _model_folder(name: str) -> Path | None:
 
 
 def prompt_columns(content: Content) -> Mapping[str, Any]:
-    """A prompt as the columns of a row."""
+    """A prompt as the columns of a row: a transcript as the text that it was read from."""
+    if isinstance(content, Chat) and content.transcript is not None:
+        content = content.transcript
     if isinstance(content, Chat):
         tools = {"tools": [dict(tool) for tool in content.tools]} if content.tools else {}
         return {"prompt": [dict(message) for message in content.messages], **tools}
