@@ -209,6 +209,9 @@ SHAPES_READ = [
         "domain": "stem", "language": "english", "context": [ASK], "response1": "No.",
         "response2": "Yes.", "overall_preference": 3, "individual_preference": [{"score": 3}],
     }, chat_pair(ASK)),
+    Shape("export of HelpSteer3 with the context as the prompt", "preference", {
+        "prompt": "Is it wet?", "response1": "Yes.", "response2": "No.", "overall_preference": -1,
+    }, pair()),
     Shape(HUB + "nvidia/HelpSteer3 (edit)", "preference", {
         "domain": "stem", "language": "english", "context": [ASK], "original_response": "No.",
         "edited_response": "Yes.", "feedback": ["It is."],
@@ -240,6 +243,13 @@ SHAPES_READ = [
     Shape("export of two answers with a score each", "preference", {
         "question": "Is it wet?", "answer_1": "No.", "answer_2": "Yes.", "rating_1": 2,
         "rating_2": 4.5,
+    }, pair()),
+    Shape("export of a comparison with the lead of the first answer", "preference", {
+        "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "score_a_minus_b": -2,
+    }, pair()),
+    Shape("export of a comparison with the lead of the second answer", "preference", {
+        "question": "Is it wet?", "answer_1": "No.", "answer_2": "Yes.",
+        "reward_2_minus_reward_1": 0.5,
     }, pair()),
     Shape("export of a comparison with the column's name as the winner", "preference", {
         "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "winner": "response_b",
@@ -608,6 +618,28 @@ def test_numbers_of_answers(tmp_path: Path) -> None:
     assert [e.chosen for e in loaded.examples] == ["1", "0", "1"]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("names", [
+    ("prompt", "response_a", "response_b", "winner_a", "winner_b", "tie"),
+    ("question", "answer_1", "answer_2", "winner_model_1", "winner_model_2", "winner_tie"),
+])  # fmt: skip
+def test_other_names_of_flags_and_ties(names: tuple[str, ...], tmp_path: Path) -> None:
+    flags = [(1, 0, 0), (0, 0, 1), (False, True, False), (0, 1, 1), (0.2, 0.5, 0.3)]
+    rows = [dict(zip(names, ("q", "Yes.", "No.", *cells), strict=True)) for cells in flags]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["Yes.", "No.", "No."]  # type: ignore[union-attr]
+    assert [origin.line for origin, _ in loaded.unused] == [2, 4]
+
+
+def test_a_flag_for_ties_is_not_suggested_as_the_label(tmp_path: Path) -> None:
+    flags = [{"model_a_won": a, "model_b_won": b, "tie": t} for a, b, t in ((1, 0, 0), (0, 0, 1))]
+    with raises_error("format-unknown-columns", fix="format: comparison_scores") as raised:
+        read(tmp_path, "preference", *({**TWO, **cells} for cells in flags))
+    assert "label: tie" not in str(raised.error.fix)
+    keys = {**pasted(str(raised.error.fix), 3), "score_a": "model_a_won", "score_b": "model_b_won"}
+    source = Source(str(tmp_path / "rows.jsonl"), format="comparison_scores", keys=keys)
+    assert len(load([source], "preference").examples) == 1
+
+
 ARENA = {"prompt": '["Why?"]', "response_a": '["No."]', "response_b": '["Yes."]'}
 
 
@@ -633,6 +665,14 @@ def test_other_lists_in_text_stay_text(tmp_path: Path) -> None:
     row = {"prompt": texts[0], "chosen": texts[1], "rejected": texts[2]}
     [example] = read(tmp_path, "preference", row).examples
     assert replace(example, origin=HERE) == pair(*texts)
+
+
+def test_a_lead_between_other_names_than_those_of_the_answers_is_asked_about(
+    tmp_path: Path,
+) -> None:
+    rows = [{**TWO, "score_1_minus_2": n} for n in (1, -1)]
+    with raises_error("format-unknown-columns", fix="preference_strength: score_1_minus_2"):
+        read(tmp_path, "preference", *rows)
 
 
 @pytest.mark.parametrize(("column", "values", "is_swapped"), [

@@ -124,11 +124,21 @@ MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A
 FIRST, SECOND = (
     "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
 )
-SCORE_FIRST, SCORE_SECOND = (
-    "|".join(f"{stem}{marks[side]}" for stem in ("score", "rating", "reward") for marks in MARKS)
-    for side in (0, 1)
+NUMBERS, FLAGS = ("score", "rating", "reward"), ("winner_model", "winner")
+(SCORE_FIRST, SCORE_SECOND), (FLAG_FIRST, FLAG_SECOND) = (
+    ["|".join(f"{stem}{marks[side]}" for stem in stems for marks in MARKS) for side in (0, 1)]
+    for stems in (NUMBERS, FLAGS)
 )
 SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
+FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
+    "|".join(
+        f"{stem}{marks[side]}_minus{stem_again}{marks[1 - side]}"
+        for stem in NUMBERS
+        for stem_again in ("", f"_{stem}")
+        for marks in MARKS
+    )
+    for side in (0, 1)
+)
 SCORES_OF_PAIR = (
     "score_chosen|chosen_score|chosen_rating score_rejected|rejected_score|rejected_rating"
 )
@@ -213,15 +223,16 @@ SHAPES: dict[str, Format] = {
     "safe_rlhf": Format(
         "preference", "prompt response_0=first response_1=second better_response_id=winner"),
     "helpsteer2_preference": Format(
-        "preference", "prompt response_1=first response_2=second preference_strength=strength"),
+        "preference",
+        f"{PROMPT}=prompt response_1=first response_2=second preference_strength=strength"),
     "helpsteer3": Format(
         "preference",
-        "context=prompt response1=first response2=second overall_preference=strength"),
+        f"context|{PROMPT}=prompt response1=first response2=second overall_preference=strength"),
     "arena": Format(
         "preference", "conversation_a=first conversation_b=second winner", "model_a model_b turn"),
     "arena_flags": Format(
-        "preference", "prompt response_a=first response_b=second winner_model_a=score_first "
-        "winner_model_b=score_second", "winner_tie model_a model_b"),
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FLAG_FIRST}=score_first "
+        f"{FLAG_SECOND}=score_second", f"winner_tie|tie=score_tie model_a model_b {MORE}"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -239,6 +250,12 @@ SHAPES: dict[str, Format] = {
         f"{SCORES_OF_TWO} model_a model_b {MORE}", loose=True),
     "comparison_scores": Format(
         "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SCORES_OF_TWO}",
+        f"model_a model_b {MORE}", loose=True),
+    "comparison_lead": Format(
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FIRST_MINUS_SECOND}=lead",
+        f"model_a model_b {MORE}", loose=True),
+    "comparison_strength": Format(
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SECOND_MINUS_FIRST}=strength",
         f"model_a model_b {MORE}", loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(

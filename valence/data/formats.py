@@ -382,19 +382,22 @@ def _read_winner(row: Columns) -> int:
         side = _read_verdict(row)
     else:
         # a strength below 0 is for the first answer
-        parts = ("strength",) if "strength" in row.columns else ("score_second", "score_first")
-        cells = [row.get(part) for part in parts]
-        numbers = [
-            float(cell) if isinstance(cell, bool) else values.number(cell, row.name(part))
-            for cell, part in zip(cells, parts, strict=True)
-        ]
-        difference = numbers[0] - sum(numbers[1:])
-        side = None if difference == 0 else int(difference > 0)
+        first, second, tie, lead, strength = (
+            row.parse(part, _number_or_flag, 0.0)
+            for part in ("score_first", "score_second", "score_tie", "lead", "strength")
+        )
+        difference = second - first - lead + strength
+        is_tied = difference == 0 or (tie > 0 and tie >= max(first, second))
+        side = None if is_tied else int(difference > 0)
     if side is None:
         raise UserError(
             "neither of its answers is preferred", code="row-tied", fix="remove the row"
         )
     return side
+
+
+def _number_or_flag(value: object, name: str) -> float:
+    return float(value) if isinstance(value, bool) else values.number(value, name)
 
 
 def _read_verdict(row: Columns) -> int | None:
