@@ -16,11 +16,12 @@ import pytest
 from tests.data.encoding import encoded, encoder
 from tests.data.rows import Source, shown_findings, write
 from tests.errors import raises_error
+from valence.config.schema import SourceSettings
 from valence.data.audit import Finding, audit
 from valence.data.format_table import SHAPES
 from valence.data.load import DataFile, Loaded, load, recognize
 from valence.data.rendering import describe_first_rows
-from valence.jobs.sample_rows import prompt_columns
+from valence.jobs.sample_rows import load_prompts, prompt_columns
 from valence.types import (
     Chat,
     Demonstration,
@@ -425,6 +426,9 @@ SHAPES_READ = [
     Shape(HUB + "Dahoas/static-hh", "prompt", {
         "prompt": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant:",
     }, prompted(chat(MORE, NO, ASK))),
+    Shape(HUB + "OpenAssistant/oasst1", "prompt", {
+        "message_id": "1", "parent_id": None, "text": "Is it wet?", "role": "prompter",
+    }, prompted(message_id="1", parent_id=None)),
     Shape(SWIFT + " (GRPO)", "prompt", {
         "messages": [SYSTEM, ASK], "solution": "Yes.",
     }, prompted(chat(SYSTEM, ASK), solution="Yes.")),
@@ -716,8 +720,8 @@ def test_scores_do_not_replace_a_winner(tmp_path: Path) -> None:
 
 
 MESSAGES = [
-    {"message_id": "1", "parent_id": None, "text": "Is it wet?", "role": "prompter", "lang": "en"},
-    {"message_id": "2", "parent_id": "1", "text": "It is.", "role": "assistant", "lang": "en"},
+    {"message_id": "1", "text": "Is it wet?", "role": "prompter", "lang": "en"},
+    {"message_id": "2", "text": "It is.", "role": "assistant", "lang": "en"},
 ]
 
 
@@ -727,7 +731,6 @@ MESSAGES = [
 def test_single_messages_of_a_conversation_are_asked_about(
     kind: Kind, name: str, tmp_path: Path
 ) -> None:
-    # https://huggingface.co/datasets/OpenAssistant/oasst1
     with raises_error(
         "format-unknown-columns", where="rows.jsonl", fix=f"format: {name}"
     ) as raised:
@@ -739,6 +742,29 @@ def test_single_messages_of_a_conversation_are_asked_about(
         read(tmp_path, "preference", *MESSAGES)
     [example] = read(tmp_path, "prompt", {"text": "Teach!", "role": "teacher"}).examples
     assert example.prompt == "Teach!"
+
+
+@pytest.mark.parametrize("dropped", [(), ("parent_id",), ("message_tree_id",)])
+def test_only_messages_that_begin_a_conversation_are_prompts(
+    dropped: tuple[str, ...], tmp_path: Path
+) -> None:
+    # https://huggingface.co/datasets/OpenAssistant/oasst1
+    roles = ("prompter", "assistant", "prompter", "assistant", "prompter")
+    parents = (None, "0", "1", None, None)
+    rows = [
+        {"message_id": f"{n}", "parent_id": parent, "message_tree_id": tree, "text": f"text {n}",
+         "role": role, "lang": "en", "labels": {"name": ["spam"], "value": [0.0]}}
+        for n, (role, parent, tree) in enumerate(zip(roles, parents, "00034", strict=True))
+    ]  # fmt: skip
+    rows = [{name: v for name, v in row.items() if name not in dropped} for row in rows]
+    loaded = read(tmp_path, "prompt", *rows)
+    assert [example.prompt for example in loaded.examples] == ["text 0", "text 4"]
+    assert [origin.line for origin, _ in loaded.unused] == [2, 3, 4]
+    assert loaded.files[0].bad == 0
+    sampled = load_prompts([SourceSettings(path=str(tmp_path / "rows.jsonl"))])
+    assert [prompt.prompt for prompt in sampled] == ["text 0", "text 4"]
+    with raises_error("format-unknown-columns"):
+        read(tmp_path, "demonstration", *rows)
 
 
 def test_a_battle_about_the_first_of_two_rounds(tmp_path: Path) -> None:

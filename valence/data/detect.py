@@ -336,8 +336,9 @@ def _single_messages(columns: Iterable[str]) -> UserError:
         f"each row is one message of a conversation (columns {listed(columns)})",
         code="format-unknown-columns",
         fix="write all messages of a conversation into one row, as a list in a column messages; "
-        "for prompts, keep only the rows with the user's messages, and set format: text_prompt on "
-        "this file; to train on the text of every row by itself, set format: plain_text",
+        "for prompts, keep only the user's first message of each conversation, and set format: "
+        "text_prompt on this file; to train on the text of every row by itself, set format: "
+        "plain_text",
     )
 
 

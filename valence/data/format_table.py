@@ -22,6 +22,7 @@ UNIMPORTANT = frozenset([
 ])  # fmt: skip
 """Words in the names of columns that do not change what a row means."""
 MESSAGE_ROLES = frozenset([*ROLES, "prompter"])
+TREE = ("parent_id", "message_tree_id")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,18 @@ def _has_no_other_text(row: Mapping[str, Any]) -> bool:
 def is_not_one_message(row: Mapping[str, Any]) -> bool:
     """Whether the text of a row is not one message of a conversation, with its role."""
     return str(row.get("role")).casefold() not in MESSAGE_ROLES
+
+
+def is_in_a_tree(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one message of a tree of messages, which names its parent or its tree."""
+    return not is_not_one_message(row) and not row.keys().isdisjoint(TREE)
+
+
+def begins_a_tree(row: Mapping[str, Any]) -> bool:
+    """Whether a message of a tree is its first one, and by a user."""
+    is_by_user = str(row["role"]).casefold() in ("user", "human", "prompter")
+    is_root = row.get("message_tree_id") in (None, row.get("message_id"))
+    return is_by_user and is_root and row.get("parent_id") is None
 
 
 def is_unimportant(column: str) -> bool:
@@ -287,6 +300,7 @@ SHAPES: dict[str, Format] = {
     "plain_text": Format("demonstration", "text", test=_has_no_other_text, only="demonstration"),
     "plain_completion": Format(
         "demonstration", ANSWER, test=_has_no_other_text, only="demonstration", loose=True),
+    "message_tree": Format("prompt", "text=prompt role", test=is_in_a_tree, only="prompt"),
     "open_messages": Format(
         "prompt", "messages=prompt", "tools", test=_ends_with_a_question, only="prompt"),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from valence.data import values
-from valence.data.format_table import FORMATS
+from valence.data.format_table import FORMATS, begins_a_tree
 from valence.data.values import OPENAI, Dialect
 from valence.errors import UserError
 from valence.types import (
@@ -38,8 +38,8 @@ LEFT_OUT = "row-left-out"
 UNRATED = "row-unrated"
 UNDECIDED = ("row-tied", "row-turns-differ", UNRATED, LEFT_OUT)
 """Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, answers
-with feedback and no label or the other way round, and those that the function of a format leaves
-out.
+with feedback and no label or the other way round, messages that do not begin a conversation, and
+those that the function of a format leaves out.
 """
 TURNS_DIFFER = "its answers belong to different conversations"
 TURNS_DIFFER_FIX = (
@@ -505,7 +505,12 @@ def _read_scores(row: Columns, graded: Sequence[Mapping[str, Any]]) -> tuple[flo
 
 
 def _read_prompt(row: Columns) -> Prompt:
-    """A prompt. All other columns, and the entries of ``info``, become its info."""
+    """A prompt. All other columns, and the entries of ``info``, become its info.
+
+    Raises UserError for a message of a tree that is not its first one.
+    """
+    if "role" in row.columns and not begins_a_tree(row.value):
+        raise UserError("it does not begin a conversation", code=LEFT_OUT, fix="remove the row")
     prompt, _ = values.exchange(_parse_prompt(row), {}, row.tools)
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
     return Prompt(prompt=prompt, **{**row.common, "info": {**row.info, **others}})
