@@ -794,6 +794,7 @@ def test_battles_of_several_turns_say_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [
     ("score_chosen", "score_rejected"), ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"), ("reward_chosen", "reward_rejected"),
 ])  # fmt: skip
 def test_pairs_that_their_scores_contradict_are_reported(
     names: tuple[str, str], tmp_path: Path

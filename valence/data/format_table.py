@@ -152,8 +152,9 @@ FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
     )
     for side in (0, 1)
 )
-SCORES_OF_PAIR = (
-    "score_chosen|chosen_score|chosen_rating score_rejected|rejected_score|rejected_rating"
+SCORES_OF_PAIR = " ".join(
+    "|".join(f"{stem}_{side}|{side}_{stem}|{side}-{stem}" for stem in NUMBERS)
+    for side in ("chosen", "rejected")
 )
 WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
