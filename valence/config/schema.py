@@ -584,10 +584,10 @@ class Data(Section):
     assistant: those of every assistant turn.
     """
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt becomes one user message of the chat template, and its completion the
-    assistant message. auto: if the tokenizer has a chat template. false: text is not wrapped,
-    which is right for base models and for rows that are rendered with the template already.
-    Evaluation, sampling and scoring do the same.
+    """Whether a text prompt becomes one user message of the chat template (a transcript: its
+    turns), and its completion the assistant message. auto: if the tokenizer has a chat template.
+    false: text is not wrapped, which is right for base models and for rows that are rendered with
+    the template already. Evaluation, sampling and scoring do the same.
     """
     chat_template: Text | None = None
     """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's template.
