@@ -114,7 +114,7 @@ def begins_a_tree(row: Mapping[str, Any]) -> bool:
     """Whether a message of a tree is its first one, and by a user."""
     is_by_user = str(row["role"]).casefold() in ("user", "human", "prompter")
     is_root = row.get("message_tree_id") in (None, row.get("message_id"))
-    return is_by_user and is_root and row.get("parent_id") is None
+    return is_by_user and is_root and row.get("parent_id") in (None, "")
 
 
 def is_unimportant(column: str) -> bool:
