@@ -682,6 +682,8 @@ def test_a_lead_between_other_names_than_those_of_the_answers_is_asked_about(
 @pytest.mark.parametrize(("column", "values", "is_swapped"), [
     ("preference_score", (-2, 2, 0), False),
     ("preference", (-3, 1), True),
+    ("preference_strength", (1, 0, 3), False),
+    ("overall_preference", (1, 1, 0), True),
     ("label", (2, -1), False),
     ("human_vote", (True, False), True),
 ])  # fmt: skip

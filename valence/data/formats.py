@@ -6,6 +6,7 @@ which parts are put together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -41,6 +42,8 @@ UNDECIDED = ("row-tied", "row-turns-differ", UNRATED, LEFT_OUT)
 with feedback and no label or the other way round, messages that do not begin a conversation, and
 those that the function of a format leaves out.
 """
+SIGNED = re.compile("minus|strength|diff|margin|overall_preference")
+"""In names of columns with numbers that have a sign, also if those at hand are all above 0."""
 TURNS_DIFFER = "its answers belong to different conversations"
 TURNS_DIFFER_FIX = (
     "remove the turns after the first answer that differs, for example with a function as the "
@@ -430,7 +433,10 @@ def comparison_settings(columns: Mapping[str, str], column: str, cells: Sequence
     """
     numbers = [values.as_number(cell) for cell in cells]
     prompt = columns.get("prompt", columns.get("instruction"))
-    if any(number is not None and number < 0 for number in numbers):
+    is_signed = any(number is not None and number < 0 for number in numbers) or (
+        SIGNED.search(column.casefold()) is not None and None not in numbers
+    )
+    if is_signed:
         values_of_first, name = "numbers below 0 are", "helpsteer2_preference"
         keys = ("response_1", "response_2", "preference_strength")
     elif cells and all(values.thumb(cell) is not None for cell in cells):
