@@ -767,6 +767,9 @@ def test_only_messages_that_begin_a_conversation_are_prompts(
     assert [prompt.prompt for prompt in sampled] == ["text 0", "text 4"]
     with raises_error("format-unknown-columns"):
         read(tmp_path, "demonstration", *rows)
+    named = [{**row, "role": None, "speaker": row["role"]} for row in rows]
+    source = Source(write(tmp_path / "named.jsonl", *named), keys={"role": "speaker"})
+    assert len(load([source], "prompt").examples) == 2
 
 
 def test_a_battle_about_the_first_of_two_rounds(tmp_path: Path) -> None:

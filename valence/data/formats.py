@@ -515,7 +515,7 @@ def _read_prompt(row: Columns) -> Prompt:
 
     Raises UserError for a message of a tree that is not its first one.
     """
-    if "role" in row.columns and not begins_a_tree(row.value):
+    if "role" in row.columns and not begins_a_tree({**row.value, "role": row.get("role")}):
         raise UserError("it does not begin a conversation", code=LEFT_OUT, fix="remove the row")
     prompt, _ = values.exchange(_parse_prompt(row), {}, row.tools)
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}

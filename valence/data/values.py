@@ -292,6 +292,7 @@ def as_turns(texts: Sequence[object]) -> Sequence[object]:
 MARKS = (r"### (Human|Assistant):", r"(?:\A\s*|\n\n)(Human|Assistant):")
 """What begins the turns of a transcript: in openassistant-guanaco, and in hh-rlhf."""
 ANSWER_MARK = re.compile(r"(?:### |\n\n)Assistant:")
+"""What begins an answer in a transcript."""
 
 
 def transcript(text: str) -> tuple[tuple[Message, ...], int]:
