@@ -269,6 +269,24 @@ def test_hints_name_arguments_and_no_options(
     assert "--" not in str(raised.error)
 
 
+def test_a_save_that_fails_after_an_error_names_arguments(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UserError("no space", code="checkpoint-not-saved", fix="start over with --fresh")
+
+    def interrupt(run: Any, record: Any) -> None:
+        monkeypatch.setattr(valence.Run, "save", fail)
+        raise RuntimeError("a callback failed")
+
+    options: dict[str, Any] = {"method": "kto", "model": "./model", "train": ROWS, **SETTINGS}
+    with pytest.raises(RuntimeError):
+        valence.train(callbacks=[interrupt], **options)
+    message = capsys.readouterr().out.partition("could not be saved either")[2]
+    assert "fresh=True" in message
+    assert "--fresh" not in message
+
+
 def test_warnings_of_a_run_name_arguments(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = {"method": "kto", "model": "./model", "data": {"train": "rows.jsonl"}}
     run = valence.build_run(recipe, ["run.dir=runs/loop", "train.max_skipped=1"], quiet=True)

@@ -16,10 +16,12 @@ import pytest
 from tests.data.encoding import encoded, encoder
 from tests.data.rows import Source, shown_findings, write
 from tests.errors import raises_error
+from valence.config.schema import SourceSettings
 from valence.data.audit import Finding, audit
 from valence.data.format_table import SHAPES
 from valence.data.load import DataFile, Loaded, load, recognize
 from valence.data.rendering import describe_first_rows
+from valence.jobs.sample_rows import load_prompts, prompt_columns
 from valence.types import (
     Chat,
     Demonstration,
@@ -208,6 +210,9 @@ SHAPES_READ = [
         "domain": "stem", "language": "english", "context": [ASK], "response1": "No.",
         "response2": "Yes.", "overall_preference": 3, "individual_preference": [{"score": 3}],
     }, chat_pair(ASK)),
+    Shape("export of HelpSteer3 with the context as the prompt", "preference", {
+        "prompt": "Is it wet?", "response1": "Yes.", "response2": "No.", "overall_preference": -1,
+    }, pair()),
     Shape(HUB + "nvidia/HelpSteer3 (edit)", "preference", {
         "domain": "stem", "language": "english", "context": [ASK], "original_response": "No.",
         "edited_response": "Yes.", "feedback": ["It is."],
@@ -239,6 +244,13 @@ SHAPES_READ = [
     Shape("export of two answers with a score each", "preference", {
         "question": "Is it wet?", "answer_1": "No.", "answer_2": "Yes.", "rating_1": 2,
         "rating_2": 4.5,
+    }, pair()),
+    Shape("export of a comparison with the lead of the first answer", "preference", {
+        "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "score_a_minus_b": -2,
+    }, pair()),
+    Shape("export of a comparison with the lead of the second answer", "preference", {
+        "question": "Is it wet?", "answer_1": "No.", "answer_2": "Yes.",
+        "reward_2_minus_reward_1": 0.5,
     }, pair()),
     Shape("export of a comparison with the column's name as the winner", "preference", {
         "prompt": "Is it wet?", "response_a": "No.", "response_b": "Yes.", "winner": "response_b",
@@ -411,6 +423,12 @@ SHAPES_READ = [
     Shape(HUB + "openai/gsm8k (for a reward)", "prompt", {
         "question": "Is it wet?", "answer": "1",
     }, prompted(answer="1")),
+    Shape(HUB + "Dahoas/static-hh", "prompt", {
+        "prompt": "\n\nHuman: Why?\n\nAssistant: No.\n\nHuman: Is it wet?\n\nAssistant:",
+    }, prompted(chat(MORE, NO, ASK))),
+    Shape(HUB + "OpenAssistant/oasst1", "prompt", {
+        "message_id": "1", "parent_id": None, "text": "Is it wet?", "role": "prompter",
+    }, prompted(message_id="1", parent_id=None)),
     Shape(SWIFT + " (GRPO)", "prompt", {
         "messages": [SYSTEM, ASK], "solution": "Yes.",
     }, prompted(chat(SYSTEM, ASK), solution="Yes.")),
@@ -455,11 +473,22 @@ def test_a_transcript_stays_text_without_a_chat_template(tmp_path: Path) -> None
     as_turns = encoded(encoder(), chat_pair(MORE, NO, ASK))
     unit = encoded(encoder(), example)
     assert (unit.prompt_ids, unit.answers) == (as_turns.prompt_ids, as_turns.answers)
+    [example] = read(tmp_path, "prompt", {"prompt": TRANSCRIPT}).examples
+    assert prompt_columns(example.prompt) == {"prompt": TRANSCRIPT}
+    assert plain.rendered_as(example.prompt) == [TRANSCRIPT]
+    assert plain.encode_prompt(example.prompt) == plain.encode_prompt(TRANSCRIPT)
     marked = {"text": "### Human: Is it wet?### Assistant: Yes."}
     [example] = read(tmp_path, "demonstration", marked).examples
     unit = encoded(encoder(None), example)
     as_text = encoded(encoder(None), demo("### Human: Is it wet?### Assistant:", " Yes."))
     assert (unit.prompt_ids, unit.answers) == (as_text.prompt_ids, as_text.answers)
+
+
+def test_pairs_of_transcripts_with_the_marks_of_guanaco_become_turns(tmp_path: Path) -> None:
+    start = "### Human: Why?### Assistant: No.\n### Human: Is it wet?\n### Assistant:"
+    row = {"chosen": f"{start} Yes.", "rejected": f"{start} No."}
+    [example] = read(tmp_path, "preference", row).examples
+    assert replace(example, origin=HERE) == chat_pair(MORE, NO, ASK)
 
 
 def test_a_transcript_next_to_tools_or_other_turns_becomes_turns(tmp_path: Path) -> None:
@@ -593,6 +622,28 @@ def test_numbers_of_answers(tmp_path: Path) -> None:
     assert [e.chosen for e in loaded.examples] == ["1", "0", "1"]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("names", [
+    ("prompt", "response_a", "response_b", "winner_a", "winner_b", "tie"),
+    ("question", "answer_1", "answer_2", "winner_model_1", "winner_model_2", "winner_tie"),
+])  # fmt: skip
+def test_other_names_of_flags_and_ties(names: tuple[str, ...], tmp_path: Path) -> None:
+    flags = [(1, 0, 0), (0, 0, 1), (False, True, False), (0, 1, 1), (0.2, 0.5, 0.3)]
+    rows = [dict(zip(names, ("q", "Yes.", "No.", *cells), strict=True)) for cells in flags]
+    loaded = read(tmp_path, "preference", *rows)
+    assert [e.chosen for e in loaded.examples] == ["Yes.", "No.", "No."]  # type: ignore[union-attr]
+    assert [origin.line for origin, _ in loaded.unused] == [2, 4]
+
+
+def test_a_flag_for_ties_is_not_suggested_as_the_label(tmp_path: Path) -> None:
+    flags = [{"model_a_won": a, "model_b_won": b, "tie": t} for a, b, t in ((1, 0, 0), (0, 0, 1))]
+    with raises_error("format-unknown-columns", fix="format: comparison_scores") as raised:
+        read(tmp_path, "preference", *({**TWO, **cells} for cells in flags))
+    assert "label: tie" not in str(raised.error.fix)
+    keys = {**pasted(str(raised.error.fix), 3), "score_a": "model_a_won", "score_b": "model_b_won"}
+    source = Source(str(tmp_path / "rows.jsonl"), format="comparison_scores", keys=keys)
+    assert len(load([source], "preference").examples) == 1
+
+
 ARENA = {"prompt": '["Why?"]', "response_a": '["No."]', "response_b": '["Yes."]'}
 
 
@@ -620,9 +671,19 @@ def test_other_lists_in_text_stay_text(tmp_path: Path) -> None:
     assert replace(example, origin=HERE) == pair(*texts)
 
 
+def test_a_lead_between_other_names_than_those_of_the_answers_is_asked_about(
+    tmp_path: Path,
+) -> None:
+    rows = [{**TWO, "score_1_minus_2": n} for n in (1, -1)]
+    with raises_error("format-unknown-columns", fix="preference_strength: score_1_minus_2"):
+        read(tmp_path, "preference", *rows)
+
+
 @pytest.mark.parametrize(("column", "values", "is_swapped"), [
     ("preference_score", (-2, 2, 0), False),
     ("preference", (-3, 1), True),
+    ("preference_strength", (1, 0, 3), False),
+    ("overall_preference", (1, 1, 0), True),
     ("label", (2, -1), False),
     ("human_vote", (True, False), True),
 ])  # fmt: skip
@@ -661,8 +722,8 @@ def test_scores_do_not_replace_a_winner(tmp_path: Path) -> None:
 
 
 MESSAGES = [
-    {"message_id": "1", "parent_id": None, "text": "Is it wet?", "role": "prompter", "lang": "en"},
-    {"message_id": "2", "parent_id": "1", "text": "It is.", "role": "assistant", "lang": "en"},
+    {"message_id": "1", "text": "Is it wet?", "role": "prompter", "lang": "en"},
+    {"message_id": "2", "text": "It is.", "role": "assistant", "lang": "en"},
 ]
 
 
@@ -672,7 +733,6 @@ MESSAGES = [
 def test_single_messages_of_a_conversation_are_asked_about(
     kind: Kind, name: str, tmp_path: Path
 ) -> None:
-    # https://huggingface.co/datasets/OpenAssistant/oasst1
     with raises_error(
         "format-unknown-columns", where="rows.jsonl", fix=f"format: {name}"
     ) as raised:
@@ -684,6 +744,32 @@ def test_single_messages_of_a_conversation_are_asked_about(
         read(tmp_path, "preference", *MESSAGES)
     [example] = read(tmp_path, "prompt", {"text": "Teach!", "role": "teacher"}).examples
     assert example.prompt == "Teach!"
+
+
+@pytest.mark.parametrize("dropped", [(), ("parent_id",), ("message_tree_id",)])
+def test_only_messages_that_begin_a_conversation_are_prompts(
+    dropped: tuple[str, ...], tmp_path: Path
+) -> None:
+    # https://huggingface.co/datasets/OpenAssistant/oasst1
+    roles = ("prompter", "assistant", "prompter", "assistant", "prompter")
+    parents = (None, "0", "1", None, None)
+    rows = [
+        {"message_id": f"{n}", "parent_id": parent, "message_tree_id": tree, "text": f"text {n}",
+         "role": role, "lang": "en", "labels": {"name": ["spam"], "value": [0.0]}}
+        for n, (role, parent, tree) in enumerate(zip(roles, parents, "00034", strict=True))
+    ]  # fmt: skip
+    rows = [{name: v for name, v in row.items() if name not in dropped} for row in rows]
+    loaded = read(tmp_path, "prompt", *rows)
+    assert [example.prompt for example in loaded.examples] == ["text 0", "text 4"]
+    assert [origin.line for origin, _ in loaded.unused] == [2, 3, 4]
+    assert loaded.files[0].bad == 0
+    sampled = load_prompts([SourceSettings(path=str(tmp_path / "rows.jsonl"))])
+    assert [prompt.prompt for prompt in sampled] == ["text 0", "text 4"]
+    with raises_error("format-unknown-columns"):
+        read(tmp_path, "demonstration", *rows)
+    named = [{**row, "role": None, "speaker": row["role"]} for row in rows]
+    source = Source(write(tmp_path / "named.jsonl", *named), keys={"role": "speaker"})
+    assert len(load([source], "prompt").examples) == 2
 
 
 def test_a_battle_about_the_first_of_two_rounds(tmp_path: Path) -> None:
@@ -713,6 +799,7 @@ def test_battles_of_several_turns_say_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [
     ("score_chosen", "score_rejected"), ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"), ("reward_chosen", "reward_rejected"),
 ])  # fmt: skip
 def test_pairs_that_their_scores_contradict_are_reported(
     names: tuple[str, str], tmp_path: Path

@@ -66,7 +66,7 @@ and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its me
 | `report` | one object per run; of an A/B test, one object with `better` (`a`, `b` or null), `verdict`, `established_at`, `votes_left`, `e_values`, `threshold`, `alpha`, `share`, `min_votes`, and for `a` and `b` `run`, `step`, `thumbs_up`, `thumbs_down`, `votes`, `ups`, `rate` and `interval` |
 | `sweep` | one object per trial, and a last one with the results |
 | `import` | `votes`, `counts`, `follow_ups`, `files`, `feedback`, `skipped`, `models`, `weights`, `agreement` |
-| `audit` | `kinds` (for each kind of row: `form`, `states`, `unusable`), `contradictions`, `near_duplicates`, `agreement`, `personal`, `feedback`, `unrated`, `bad`, `out` |
+| `audit` | `kinds` (for each kind of row: `form`, `states`, `unusable`), `contradictions`, `contradicted_pairs`, `near_duplicates`, `agreement`, `personal`, `feedback`, `unrated`, `bad`, `out` |
 | `export` | the verification |
 | `inspect` | the tokens of each example, with `--signal` also their signals |
 | `doctor` | one object per check |

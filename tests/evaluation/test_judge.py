@@ -312,7 +312,7 @@ def test_a_judge_as_a_reward_grades_each_completion(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "code", "where"),
     [
-        ({}, "reward-setting-value", "model"),
+        ({}, "reward-setting-missing", "model"),
         ({"model": "m", "colour": "red"}, "reward-setting-unknown", "colour"),
         ({"model": "m", "weights": {"x": 1}}, "reward-setting-value", "weights"),
         ({"model": "m", "scale": [5, 1]}, "reward-setting-value", "scale"),

@@ -97,6 +97,19 @@ def test_pairs_that_are_preferred_both_ways_contradict(place: Path) -> None:
     assert result.unrated == 1
 
 
+def test_pairs_that_their_scores_contradict_are_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"{n}", "chosen": "a", "rejected": "b", "score_chosen": n, "score_rejected": 2}
+        for n in (3, 1, 2, 0)
+    ]
+    file = write("pairs.jsonl", rows)
+    assert audit_labels([file]).contradicted_pairs == ("pairs.jsonl:2", "pairs.jsonl:4")
+    assert command("audit", file) == 0
+    assert "2 pairs have a larger score for the rejected" in capsys.readouterr().out
+
+
 def test_near_duplicates_are_those_that_a_search_of_all_finds() -> None:
     generator = random.Random(1)
     texts = [" ".join(generator.choices("abcd", k=generator.randint(2, 14))) for _ in range(150)]

@@ -56,6 +56,10 @@ def test_a_wrong_setting_is_named_before_the_model_is_loaded(place: Path) -> Non
         (("reward.1.settings.per=two",), "reward.1.settings.per"),
         (("reward.1.settings.pre=2",), "reward.1.settings.pre"),
         (("reward.0={reward: length, settings: {fall: -1}}",), "reward.0.settings.fall"),
+        (
+            ("reward.0={judge: 'http://a/v1', settings: {pre: 1, model: m}}",),
+            "reward.0.settings.pre",
+        ),
     ):
         code = "reward-setting-unknown" if setting.endswith("pre") else "reward-setting-value"
         for name in ("check", "train"):
@@ -63,6 +67,17 @@ def test_a_wrong_setting_is_named_before_the_model_is_loaded(place: Path) -> Non
     (place / "online.yaml").write_text(RECIPE.replace("2.0", "two"))
     error = command_error("check", "online.yaml")
     check_error(error, "reward-setting-value", where="online.yaml:7 (reward.1.settings.per)")
+    judge = "- length\n  - judge: http://127.0.0.1:1/v1\n    settings: {model: m, temprature: 1}"
+    for entry, name, line in (
+        ("- {reward: length, settings: {fal: 1}}", "settings.fal", 5),
+        (judge, "settings.temprature", 7),
+        ("- name: pattern\n    reward: regex", "settings.pattern", 5),
+    ):
+        (place / "online.yaml").write_text(RECIPE.replace("- length", entry, 1))
+        error = command_error("check", "online.yaml")
+        number = entry.count("- ") - 1
+        code = "reward-setting-missing" if "regex" in entry else "reward-setting-unknown"
+        check_error(error, code, where=f"online.yaml:{line} (reward.{number}.{name})")
     assert not (place / "runs").exists()
 
 

@@ -175,6 +175,11 @@ def test_wrong_settings_are_mistakes_before_anything_is_scored(
     assert has_words(raised.error.message, *words)
 
 
+def test_a_misspelled_setting_is_named_with_the_one_that_was_meant() -> None:
+    with raises_error("reward-setting-unknown", fix="did you mean max_length?"):
+        reward("length", settings={"max_lenght": 3})
+
+
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -188,7 +188,8 @@ def check(
 
     source = with_dtype(source)
     check_sinks(source)
-    check_judge_labels(source.recipe.reward)
+    with source.placing():
+        check_judge_labels(source.recipe.reward)
     prepared = prepare(source, training=True, console=console)
     if (Path(source.recipe.run.dir) / FACTS).is_file():
         message = (

@@ -112,9 +112,12 @@ class LoadedRecipe:
             for name in re.findall(r"\w+(?:\.\w+)*", where):
                 names += [name] if name in written else []
                 names += [section for section in sections if name.startswith(f"{section}.")]
+            entry = re.match(r"\w+\.\d+\.", where)  # of a list, whose first line is named at least
+            siblings = [name for name in written if entry and name.startswith(entry[0])]
+            names += siblings
             if not names or where.startswith(written[names[0]].origin):
                 raise
-            place = where if names[0] in where else names[0]
+            place = where if names[0] in where or names[0] in siblings else names[0]
             raise _located(error, f"{written[names[0]].origin} ({place})") from error
 
 

@@ -605,8 +605,8 @@ class Data(Section):
     (assistant).
     """
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt becomes a user message of the chat template. auto: if the tokenizer has
-    one.
+    """Whether a text prompt becomes a user message of the chat template, and a transcript its
+    turns. auto: if the tokenizer has one.
 
     Its completion becomes the assistant message. false: text is not wrapped, which is right for
     base models and for rows that are rendered with the template already. Evaluation, sampling and

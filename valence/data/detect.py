@@ -36,8 +36,8 @@ CONTENT_OR_TEXT = CONTENT | {"text"}
 RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
-SIDES = ("second", "score_first", "score_second")
-"""Parts of two answers that are compared, whose names have the same marks as that of the first."""
+SIDES = ("second", "score_first", "score_second", "lead", "strength")
+"""Parts of two compared answers whose names have the same marks as that of the first answer."""
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
@@ -336,8 +336,9 @@ def _single_messages(columns: Iterable[str]) -> UserError:
         f"each row is one message of a conversation (columns {listed(columns)})",
         code="format-unknown-columns",
         fix="write all messages of a conversation into one row, as a list in a column messages; "
-        "for prompts, keep only the rows with the user's messages, and set format: text_prompt on "
-        "this file; to train on the text of every row by itself, set format: plain_text",
+        "for prompts, keep only the user's first message of each conversation, and set format: "
+        "text_prompt on this file; to train on the text of every row by itself, set format: "
+        "plain_text",
     )
 
 
@@ -368,6 +369,7 @@ def _compared_fix(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) ->
         return ""
     parts = {"first": first, "second": second, "prompt": prompt}
     columns = {name for row in rows for name in row if not is_unimportant(name)}
+    columns = {name for name in columns if values.TIES.isdisjoint(name.casefold().split("_"))}
     settings = (
         comparison_settings(parts, column, _filled(rows, column))
         for column in sorted(columns - set(parts.values()))
@@ -379,7 +381,10 @@ def _compared_fix(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) ->
         f"the rows have two answers: if {first} is always the better one, set keys: {{chosen: "
         f"{first}, rejected: {second}, prompt: {prompt}}}; if a column is 1 where it is and 0 "
         f"where {second} is, without ties, set format: pairwise_feedback, keys: {{output_A: "
-        f"{first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}"
+        f"{first}, output_B: {second}, label: COLUMN, prompt: {prompt}}}; if both have a column "
+        "with a score, or with 1 where it is the better one, set format: comparison_scores, keys: "
+        f"{{response_a: {first}, response_b: {second}, score_a: COLUMN, score_b: COLUMN, prompt: "
+        f"{prompt}}}"
     )
 
 

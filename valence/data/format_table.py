@@ -22,6 +22,7 @@ UNIMPORTANT = frozenset([
 ])  # fmt: skip
 """Words in the names of columns that do not change what a row means."""
 MESSAGE_ROLES = frozenset([*ROLES, "prompter"])
+TREE = ("parent_id", "message_tree_id")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,18 @@ def is_not_one_message(row: Mapping[str, Any]) -> bool:
     return str(row.get("role")).casefold() not in MESSAGE_ROLES
 
 
+def is_in_a_tree(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one message of a tree of messages, which names its parent or its tree."""
+    return not is_not_one_message(row) and not row.keys().isdisjoint(TREE)
+
+
+def begins_a_tree(row: Mapping[str, Any]) -> bool:
+    """Whether a message of a tree is its first one, and by a user."""
+    is_by_user = str(row["role"]).casefold() in ("user", "human", "prompter")
+    is_root = row.get("message_tree_id") in (None, row.get("message_id"))
+    return is_by_user and is_root and row.get("parent_id") in (None, "")
+
+
 def is_unimportant(column: str) -> bool:
     """Whether a column has the name of one that does not change what its row means."""
     return any(word in UNIMPORTANT for word in re.findall(r"[a-z]+", column.lower()))
@@ -124,13 +137,24 @@ MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A
 FIRST, SECOND = (
     "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
 )
-SCORE_FIRST, SCORE_SECOND = (
-    "|".join(f"{stem}{marks[side]}" for stem in ("score", "rating", "reward") for marks in MARKS)
-    for side in (0, 1)
+NUMBERS, FLAGS = ("score", "rating", "reward"), ("winner_model", "winner")
+(SCORE_FIRST, SCORE_SECOND), (FLAG_FIRST, FLAG_SECOND) = (
+    ["|".join(f"{stem}{marks[side]}" for stem in stems for marks in MARKS) for side in (0, 1)]
+    for stems in (NUMBERS, FLAGS)
 )
 SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
-SCORES_OF_PAIR = (
-    "score_chosen|chosen_score|chosen_rating score_rejected|rejected_score|rejected_rating"
+FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
+    "|".join(
+        f"{stem}{marks[side]}_minus{stem_again}{marks[1 - side]}"
+        for stem in NUMBERS
+        for stem_again in ("", f"_{stem}")
+        for marks in MARKS
+    )
+    for side in (0, 1)
+)
+SCORES_OF_PAIR = " ".join(
+    "|".join(f"{stem}_{side}|{side}_{stem}|{side}-{stem}" for stem in NUMBERS)
+    for side in ("chosen", "rejected")
 )
 WINNER = "winner|better|preference|preferred|label|choice"
 EDITED = "edited|edited_response=chosen original|original_response=rejected"
@@ -213,15 +237,16 @@ SHAPES: dict[str, Format] = {
     "safe_rlhf": Format(
         "preference", "prompt response_0=first response_1=second better_response_id=winner"),
     "helpsteer2_preference": Format(
-        "preference", "prompt response_1=first response_2=second preference_strength=strength"),
+        "preference",
+        f"{PROMPT}=prompt response_1=first response_2=second preference_strength=strength"),
     "helpsteer3": Format(
         "preference",
-        "context=prompt response1=first response2=second overall_preference=strength"),
+        f"context|{PROMPT}=prompt response1=first response2=second overall_preference=strength"),
     "arena": Format(
         "preference", "conversation_a=first conversation_b=second winner", "model_a model_b turn"),
     "arena_flags": Format(
-        "preference", "prompt response_a=first response_b=second winner_model_a=score_first "
-        "winner_model_b=score_second", "winner_tie model_a model_b"),
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FLAG_FIRST}=score_first "
+        f"{FLAG_SECOND}=score_second", f"winner_tie|tie=score_tie model_a model_b {MORE}"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -239,6 +264,12 @@ SHAPES: dict[str, Format] = {
         f"{SCORES_OF_TWO} model_a model_b {MORE}", loose=True),
     "comparison_scores": Format(
         "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SCORES_OF_TWO}",
+        f"model_a model_b {MORE}", loose=True),
+    "comparison_lead": Format(
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FIRST_MINUS_SECOND}=lead",
+        f"model_a model_b {MORE}", loose=True),
+    "comparison_strength": Format(
+        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SECOND_MINUS_FIRST}=strength",
         f"model_a model_b {MORE}", loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
@@ -270,6 +301,7 @@ SHAPES: dict[str, Format] = {
     "plain_text": Format("demonstration", "text", test=_has_no_other_text, only="demonstration"),
     "plain_completion": Format(
         "demonstration", ANSWER, test=_has_no_other_text, only="demonstration", loose=True),
+    "message_tree": Format("prompt", "text=prompt role", test=is_in_a_tree, only="prompt"),
     "open_messages": Format(
         "prompt", "messages=prompt", "tools", test=_ends_with_a_question, only="prompt"),
 }  # fmt: skip

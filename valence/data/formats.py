@@ -6,13 +6,14 @@ which parts are put together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
 from valence.data import values
-from valence.data.format_table import FORMATS
+from valence.data.format_table import FORMATS, begins_a_tree
 from valence.data.values import OPENAI, Dialect
 from valence.errors import UserError
 from valence.types import (
@@ -38,9 +39,11 @@ LEFT_OUT = "row-left-out"
 UNRATED = "row-unrated"
 UNDECIDED = ("row-tied", "row-turns-differ", UNRATED, LEFT_OUT)
 """Codes of rows that are left out and no mistakes: comparisons that no pair can be made of, answers
-with feedback and no label or the other way round, and those that the function of a format leaves
-out.
+with feedback and no label or the other way round, messages that do not begin a conversation, and
+those that the function of a format leaves out.
 """
+SIGNED = re.compile("minus|strength|diff|margin|overall_preference")
+"""In names of columns with numbers that have a sign, also if those at hand are all above 0."""
 TURNS_DIFFER = "its answers belong to different conversations"
 TURNS_DIFFER_FIX = (
     "remove the turns after the first answer that differs, for example with a function as the "
@@ -382,19 +385,22 @@ def _read_winner(row: Columns) -> int:
         side = _read_verdict(row)
     else:
         # a strength below 0 is for the first answer
-        parts = ("strength",) if "strength" in row.columns else ("score_second", "score_first")
-        cells = [row.get(part) for part in parts]
-        numbers = [
-            float(cell) if isinstance(cell, bool) else values.number(cell, row.name(part))
-            for cell, part in zip(cells, parts, strict=True)
-        ]
-        difference = numbers[0] - sum(numbers[1:])
-        side = None if difference == 0 else int(difference > 0)
+        first, second, tie, lead, strength = (
+            row.parse(part, _number_or_flag, 0.0)
+            for part in ("score_first", "score_second", "score_tie", "lead", "strength")
+        )
+        difference = second - first - lead + strength
+        is_tied = difference == 0 or (tie > 0 and tie >= max(first, second))
+        side = None if is_tied else int(difference > 0)
     if side is None:
         raise UserError(
             "neither of its answers is preferred", code="row-tied", fix="remove the row"
         )
     return side
+
+
+def _number_or_flag(value: object, name: str) -> float:
+    return float(value) if isinstance(value, bool) else values.number(value, name)
 
 
 def _read_verdict(row: Columns) -> int | None:
@@ -427,7 +433,10 @@ def comparison_settings(columns: Mapping[str, str], column: str, cells: Sequence
     """
     numbers = [values.as_number(cell) for cell in cells]
     prompt = columns.get("prompt", columns.get("instruction"))
-    if any(number is not None and number < 0 for number in numbers):
+    is_signed = any(number is not None and number < 0 for number in numbers) or (
+        SIGNED.search(column.casefold()) is not None and None not in numbers
+    )
+    if is_signed:
         values_of_first, name = "numbers below 0 are", "helpsteer2_preference"
         keys = ("response_1", "response_2", "preference_strength")
     elif cells and all(values.thumb(cell) is not None for cell in cells):
@@ -502,7 +511,12 @@ def _read_scores(row: Columns, graded: Sequence[Mapping[str, Any]]) -> tuple[flo
 
 
 def _read_prompt(row: Columns) -> Prompt:
-    """A prompt. All other columns, and the entries of ``info``, become its info."""
+    """A prompt. All other columns, and the entries of ``info``, become its info.
+
+    Raises UserError for a message of a tree that is not its first one.
+    """
+    if "role" in row.columns and not begins_a_tree({**row.value, "role": row.get("role")}):
+        raise UserError("it does not begin a conversation", code=LEFT_OUT, fix="remove the row")
     prompt, _ = values.exchange(_parse_prompt(row), {}, row.tools)
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
     return Prompt(prompt=prompt, **{**row.common, "info": {**row.info, **others}})

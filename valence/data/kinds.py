@@ -194,7 +194,7 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
     if kind == "ranking":
         ways.insert(0, "reward, to train on completions that the model samples for these prompts")
     if kind == "prompt":
-        ways.append("format: prompt on this file, to read only its prompts")
+        ways.append("format: prompt on this file, to read only its column of prompts")
     if kind == "demonstration" and isinstance(e, Judgement) and e.label is None:
         ways.append(
             "format: demonstration (or messages) on this file, to imitate every answer, whatever "

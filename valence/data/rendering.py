@@ -55,8 +55,8 @@ def describe_rendering(encoder: Encoder, chat_template: str | None) -> Iterator[
     """
     if encoder.as_chat:
         yield (
-            "plain-text prompts become one user message of the chat template (data.as_chat: "
-            "false to train on raw text)"
+            "plain-text prompts become one user message of the chat template, transcripts its "
+            "turns (data.as_chat: false to train on raw text)"
         )
     else:
         yield "plain-text prompts stay raw text, without a chat template"

@@ -291,6 +291,8 @@ def as_turns(texts: Sequence[object]) -> Sequence[object]:
 
 MARKS = (r"### (Human|Assistant):", r"(?:\A\s*|\n\n)(Human|Assistant):")
 """What begins the turns of a transcript: in openassistant-guanaco, and in hh-rlhf."""
+ANSWER_MARK = re.compile(r"(?:### |\n\n)Assistant:")
+"""What begins an answer in a transcript."""
 
 
 def transcript(text: str) -> tuple[tuple[Message, ...], int]:
@@ -492,7 +494,7 @@ def exchange(
     in answers is cut.
     """
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
-        opening, end = transcript(prompt) if answers else ((), 0)
+        opening, end = transcript(prompt)
         if opening and not prompt[end:].strip():
             written = None if offered else prompt
             texts = {name: str(a).removeprefix(prompt) for name, a in answers.items()}
@@ -636,15 +638,15 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
     Text is split before its last ``Assistant:`` answer.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
-        head, mark, _ = chosen.rpartition("\n\nAssistant:")
-        if not mark or rejected.rpartition("\n\nAssistant:")[0] != head:
+        shared, other = (text[: _last_answer(text)] for text in (chosen, rejected))
+        if not shared or shared != other:
             raise UserError(
                 "the row has no prompt, and chosen and rejected do not begin with the same text "
                 "up to their last Assistant: turn",
                 code="row-prompt-not-shared",
                 fix="add a column `prompt`",
             )
-        return head + mark
+        return shared
     first, second = turns(chosen, "chosen", dialect), turns(rejected, "rejected", dialect)
     num_shared = _num_shared(first, second)
     if not num_shared:
@@ -654,6 +656,11 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
             fix="add a column `prompt`, or begin both with the same turns",
         )
     return first[:num_shared]
+
+
+def _last_answer(transcript: str) -> int:
+    """Where the last answer of a transcript begins; 0 if there is none."""
+    return max((mark.end() for mark in ANSWER_MARK.finditer(transcript)), default=0)
 
 
 def wrong_type(

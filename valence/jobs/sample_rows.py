@@ -15,7 +15,7 @@ from rich.console import Console
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
-from valence.data.format_table import FORMATS
+from valence.data.format_table import FORMATS, is_in_a_tree
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
 from valence.data.split import PromptSplit
@@ -293,7 +293,9 @@ def _format(source: SourceSettings) -> str:
     head = [row.value for row in islice(rows, HEAD_ROWS) if isinstance(row, Row)]
     has_prompt = "prompt" in source.keys or any(row.get("prompt") is not None for row in head)
     has_text = "text" in source.keys or any(row.get("text") is not None for row in head)
-    return "text_prompt" if has_text and not has_prompt else "prompt"
+    if has_prompt or not has_text:
+        return "prompt"
+    return "message_tree" if any(map(is_in_a_tree, head)) else "text_prompt"
 
 
 # Completions
@@ -573,7 +575,9 @@ def _model_folder(name: str) -> Path | None:
 
 
 def prompt_columns(content: Content) -> Mapping[str, Any]:
-    """A prompt as the columns of a row."""
+    """A prompt as the columns of a row: a transcript as the text that it was read from."""
+    if isinstance(content, Chat) and content.transcript is not None:
+        content = content.transcript
     if isinstance(content, Chat):
         tools = {"tools": [dict(tool) for tool in content.tools]} if content.tools else {}
         return {"prompt": [dict(message) for message in content.messages], **tools}

@@ -185,6 +185,17 @@ GUIDE: dict[str, Guide] = {
         "`logps/token` of held-out rows, or answers that become short or repeat, are signs of "
         "collapse: lower the learning rate.",
     ),
+    "distill": Guide(
+        "A larger model with the same tokenizer can teach a smaller one. On stored completions it "
+        "says more than sft: how likely each token of the vocabulary is. As online_distill, the "
+        "model completes the prompts itself and learns where the teacher would go on differently, "
+        "which corrects its own mistakes; no reward is needed.",
+        "The loss is the divergence from the teacher (nats per token). It falls and never reaches "
+        "0 where the model is too small. `entropy` falls with `beta: 1`. As online_distill, also "
+        "look at `rollout/length` and `rollout/distinct_4grams`.",
+        "Distillation from another model: move the policy towards the distribution of its teacher "
+        "at each token of a completion.",
+    ),
     "grpo": Guide(
         "The default for rewards. Stored completions were not sampled by the policy, so expect "
         "less from them than from online training. A group (the completions of one prompt) with "

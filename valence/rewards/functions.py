@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 from valence.errors import UserError, field_problem
 from valence.rewards.calls import RewardError
+from valence.rewards.settings import did_you_mean
 from valence.rewards.threads import Background, TimedOut, in_thread
 from valence.types import Completion, Score
 from valence.user_code.attempt import Raised, attempt, describe, describe_error
@@ -200,7 +200,7 @@ class Function:
                 f"{self.target} has no parameter {unknown[0]!r}",
                 code="reward-setting-unknown",
                 where=f"settings.{unknown[0]}",
-                fix=f"{_nearest(unknown[0], names[1:])}its settings are {', '.join(names[1:])}"
+                fix=f"{did_you_mean(unknown[0], names[1:])}its settings are {', '.join(names[1:])}"
                 if names[1:]
                 else "remove it: the function has no settings",
             )
@@ -253,11 +253,6 @@ class Function:
             name: values for name, values in columns.items() if self._takes_any or name in names
         }
         return partial(self.fn, **{**arguments, **settings})
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = get_close_matches(name, names, 1)
-    return f"did you mean {close[0]}? " if close else ""
 
 
 def isolate(completions: Sequence[Completion]) -> list[Completion]:

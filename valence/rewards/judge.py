@@ -21,14 +21,13 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
-from pydantic_core import ErrorDetails
 
-from valence.errors import UserError, field_problem
+from valence.errors import UserError
 from valence.rewards.cache import SharedLines, digest
 from valence.rewards.calls import RewardError
 from valence.rewards.http import HttpClient, parse_addresses, status_error
+from valence.rewards.settings import read_settings
 from valence.types import Completion, Message, Score
 
 Item = TypeVar("Item")
@@ -99,19 +98,7 @@ class JudgeSettings(BaseModel):
 def parse_judge_settings(settings: Mapping[str, Any], where: str) -> JudgeSettings:
     """Raises UserError for settings that an LLM judge does not have."""
     lists = {name: tuple(v) for name, v in settings.items() if isinstance(v, list)}
-    try:
-        parsed = JudgeSettings.model_validate({**settings, **lists})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        is_unknown = first["type"] == "extra_forbidden"
-        problem, fix = _problem(place, first)
-        raise UserError(
-            problem,
-            code="reward-setting-unknown" if is_unknown else "reward-setting-value",
-            where=f"{where}.{place}",
-            fix=fix,
-        ) from error
+    parsed = read_settings(JudgeSettings, {**settings, **lists}, where, "the judge", "rewards")
     unknown = [name for name in parsed.weights if name not in parsed.criteria]
     low, high = parsed.scale
     name = problem = fix = ""
@@ -127,19 +114,6 @@ def parse_judge_settings(settings: Mapping[str, Any], where: str) -> JudgeSettin
     if problem:
         raise UserError(problem, code="reward-setting-value", where=f"{where}.{name}", fix=fix)
     return parsed
-
-
-def _problem(place: str, error: ErrorDetails) -> tuple[str, str]:
-    """Message and fix for an error of pydantic in a setting."""
-    match error["type"]:
-        case "extra_forbidden":
-            names = ", ".join(JudgeSettings.model_fields)
-            return f"the judge has no setting {place!r}", f"remove it, or use one of {names}"
-        case "missing":
-            return f"the judge needs the setting {place!r}", f"add {place} to the settings"
-        case _:
-            fix = "correct it; `valence docs rewards` lists the settings of a judge"
-            return field_problem(error), fix
 
 
 # Replies

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from valence.errors import UserError, field_problem, install_command
+from valence.errors import UserError, install_command
 from valence.rewards.calls import RewardError
 from valence.rewards.maths import FormulaComparer
+from valence.rewards.settings import read_settings
 from valence.rewards.threads import TimedOut, in_thread
 from valence.storage import read_json
 from valence.types import Completion, Score
@@ -289,29 +290,12 @@ def unknown_rule(name: str) -> UserError:
     )
 
 
-def setting_error_code(error: Mapping[str, Any]) -> str:
-    """The code of pydantic's error of a setting."""
-    kinds = {"extra_forbidden": "reward-setting-unknown", "missing": "reward-setting-missing"}
-    return kinds.get(error["type"], "reward-setting-value")
-
-
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
     """The rule with these settings.
 
     Raises UserError for a wrong setting, and if its library is missing.
     """
-    try:
-        values = settings_of(name)(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (where, *first["loc"])))
-        names = ", ".join(settings_of(name).model_fields)
-        raise UserError(
-            f"{field_problem(first)} (reward {name})",
-            code=setting_error_code(first),
-            where=place,
-            fix=f"correct it as `valence docs {name}` describes; its settings are {names}",
-        ) from error
+    values = read_settings(settings_of(name), settings, where, f"reward {name}", name)
     try:
         return RULES[name](**{field: getattr(values, field) for field in type(values).model_fields})
     except UserError as error:

@@ -453,7 +453,8 @@ class Collector:
 
     def _from_record(self, prompt: RolloutPrompt, index: int, *record: Any) -> Completion:
         tokens, logps, text, stop, version, versions = record
-        content, tokenizer = prompt.row.prompt, self._prepared.tokenizer
+        tokenizer = self._prepared.tokenizer
+        [content] = self._prepared.encoder.rendered_as(prompt.row.prompt)
         return Completion(
             prompt_id=prompt.example.id,
             tokens=tuple(tokens),

@@ -11,7 +11,7 @@ import torch
 
 from valence.distributed.process_group import gather_objects, run_on_first_rank
 from valence.distributed.tensor_parallel import local
-from valence.errors import UserError
+from valence.errors import UserError, for_interface
 from valence.models.cache import CachedReference
 from valence.reports.run_record import MODEL, SAMPLES, read_samples
 from valence.rollouts.protocol import Sampling
@@ -187,7 +187,7 @@ def _save_after_failure(trainer: Trainer) -> None:
         if trainer.step > 0 and trainer.state.is_consistent and trainer.stop.is_synchronized:
             trainer.save()
     except UserError as error:
-        message = f"the state could not be saved either: {error}"
+        message = for_interface(f"the state could not be saved either: {error}")
         print_message(trainer.messages.console, message, "red")
 
 

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.needs import method_in
 from valence.config.schema import Dtype
-from valence.errors import UserError, field_problem
+from valence.errors import UserError
 from valence.models.loading import load_config
 from valence.models.scores import has_score_head
 from valence.reports.run_record import is_run
 from valence.rewards.build import KINDS
-from valence.rewards.rules import setting_error_code
+from valence.rewards.settings import read_settings
 from valence.targets import load_target
 
 
@@ -51,20 +51,8 @@ def parse_settings(target: str, settings: Mapping[str, Any], where: str) -> Rewa
 
     Raises UserError for an unknown name or a wrong value.
     """
-    try:
-        return RewardModelSettings(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place, names = (
-            ".".join(map(str, (where, "settings", *first["loc"]))),
-            ", ".join(RewardModelSettings.model_fields),
-        )
-        raise UserError(
-            f"{field_problem(first)} (reward model {target})",
-            code=setting_error_code(first),
-            where=place,
-            fix=f"remove or correct it; the settings are {names}",
-        ) from error
+    subject = f"reward model {target}"
+    return read_settings(RewardModelSettings, settings, f"{where}.settings", subject, "rewards")
 
 
 @contextmanager

@@ -163,7 +163,8 @@ class LabelAudit:
     """The audit of all rows.
 
     contradictions: origins of rows with the opposite label of an earlier row with the same content,
-    and of that row. near_duplicates: origins of a row rated up and one rated down, and their
+    and of that row. contradicted_pairs: origins of pairs with a larger score for the rejected
+    completion. near_duplicates: origins of a row rated up and one rated down, and their
     similarity. unrated: rows of no class. num_bad: rows that cannot be read; bad: the first of
     them, with reasons. personal: personal data in all rows. feedback: None where no row has any.
     out: the file that was written.
@@ -174,6 +175,7 @@ class LabelAudit:
     num_bad: int
     bad: tuple[str, ...]
     contradictions: tuple[tuple[str, str], ...]
+    contradicted_pairs: tuple[str, ...]
     near_duplicates: tuple[tuple[str, str, float], ...]
     agreement: RaterAgreement | None
     personal: tuple[PersonalData, ...] = ()
@@ -368,6 +370,11 @@ def audit_rows(
         bad=tuple(f"{row.origin}: {row.reason}" for row in rows.bad[:SHOWN]),
         contradictions=tuple(
             (str(a.origin), str(b.origin)) for a, b in contradictions(row.example for row in rated)
+        ),
+        contradicted_pairs=tuple(
+            str(row.example.origin)
+            for row in rated
+            if isinstance(row.example, Preference) and row.example.is_contradicted
         ),
         near_duplicates=tuple(map(_located, duplicates)),
         agreement=rater_agreement(ratings),

@@ -116,6 +116,13 @@ def _print_contradictions(audit: LabelAudit, console: Console) -> None:
     )
     for row, other in audit.contradictions[:SHOWN]:
         print_message(console, f"  {row} against {other}")
+    if pairs := audit.contradicted_pairs:
+        verb = "has" if len(pairs) == 1 else "have"
+        noun = counted(len(pairs), "pair")
+        print_message(
+            console,
+            f"{noun} {verb} a larger score for the rejected completion, such as {pairs[0]}",
+        )
     if any(kind.kind != "pairs" for kind in audit.kinds):
         verb = "has" if near == 1 else "have"
         print_message(

@@ -26,6 +26,7 @@ from valence.data.load import read_together, stream
 from valence.data.sources import BadRow
 from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_output, refuse_inputs
+from valence.jobs.sample_rows import prompt_columns
 from valence.models.policy_model import PolicyModel
 from valence.options import SelectOptions
 from valence.reports.regression import cross_fit, fit_logistic, standardize
@@ -33,7 +34,6 @@ from valence.statistics import MIN_CLASS_ROWS
 from valence.targets import with_files
 from valence.terminal import Terminal, print_message
 from valence.types import (
-    Chat,
     Content,
     Demonstration,
     Ids,
@@ -326,9 +326,4 @@ def _row(prompt: Content, rank: int, uncertainty: float | None) -> dict[str, Any
     info: dict[str, Any] = {"rank": rank}
     if uncertainty is not None:
         info["uncertainty"] = round(uncertainty, 4)
-    row: dict[str, Any] = {"prompt": prompt}
-    if isinstance(prompt, Chat):
-        row["prompt"] = [dict(message) for message in prompt.messages]
-        if prompt.tools:
-            row["tools"] = [dict(tool) for tool in prompt.tools]
-    return {**row, "info": {"select": info}}
+    return {**prompt_columns(prompt), "info": {"select": info}}
