@@ -282,7 +282,7 @@ class Walk:
         path.write_text(self._local(text))
         if path.suffix == ".yaml":
             recipe = YAML(typ="safe").load(text)
-            for section in ("model", "reference"):
+            for section in ("model", "reference", "teacher"):
                 part = recipe.get(section) or {}
                 model = (
                     part.get("name" if section == "model" else "model")
