@@ -20,13 +20,13 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options. `valence COMMAND --help` says more about them, such as which options can be repeated.
+All commands with their arguments and options. The option `--help` of a command says more about them, such as which options can be repeated.
 
 - Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
   another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
   torchrun and `accelerate launch` ([several processes](scale.md)).
 - `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
-- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
 
 `python -m tests.docs.commands` writes this page.
 

@@ -476,7 +476,7 @@ def shared_vocabulary(
                 code="vocabulary-mismatch",
                 where="teacher.model",
                 fix=f"use a teacher with the same tokenizer, or let it write the answers: "
-                f"`valence sample {name} --prompts FILE --out answers.jsonl`, then train on them "
+                f"`valence sample {name} --data FILE --out answers.jsonl`, then train on them "
                 f"with method: sft",
             )
     return shared
