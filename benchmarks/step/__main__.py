@@ -37,6 +37,11 @@ def main() -> int:
         action="store_true",
         help="without TRL: measure only how long training waits for micro-batches",
     )
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="compute in float32 on both sides: for CPUs without instructions for bfloat16",
+    )
     arguments = parser.parse_args()
     cases = tuple(
         case
@@ -58,7 +63,9 @@ def main() -> int:
             compare,
         )
 
-        status = compare(cases, peer, Path(scratch), quick=arguments.quick)
+        status = compare(
+            cases, peer, Path(scratch), quick=arguments.quick, float32=arguments.float32
+        )
         return status if status or peer or arguments.alone else 2
 
 

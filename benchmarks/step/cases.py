@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["kto", "dpo", "sft", "bradley_terry", "grpo"]
+Method = Literal["kto", "dpo", "sft", "distill", "bradley_terry", "grpo"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ CASES = (
     Case("grpo 16@400",        "grpo", prompts=1, answers=16, prompt=PROMPT_400,       bar=6.5),
     Case("grpo 1@100",         "grpo", prompts=8, answers=1),
     Case("sft",                "sft"),
+    Case("distill",            "distill",                                              bar=2.0),
+    Case("distill 152k",       "distill", shape=LARGE_VOCABULARY),
     Case("reward model",       "bradley_terry", answers=2),
     Case("kto lora",           "kto", lora=True),
     Case("dpo lora",           "dpo", answers=2, lora=True),

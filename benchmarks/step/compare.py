@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.step import THREADS
 from benchmarks.step.cases import SMALL_STEPS, TINY, Case, Lengths, Shape
 from benchmarks.step.inputs import Models, save_models
-from benchmarks.step.measure import FULL, QUICK, Result, exact, measure
+from benchmarks.step.measure import FULL, QUICK, Plan, Result, exact, measure
 from benchmarks.step.peer import Peer
 from benchmarks.step.preparation import measure_all
 from benchmarks.step.report import table, verdict
@@ -28,7 +28,9 @@ def small(case: Case) -> Case:
     return replace(case, shape=TINY, prompt=Lengths(12, 40), completion=Lengths(8, 30))
 
 
-def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick: bool) -> int:
+def compare(
+    cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick: bool, float32: bool
+) -> int:
     """Print every case's table as it finishes, then the verdict. Return the exit status.
 
     Without a peer, measures only how long training waits for micro-batches.
@@ -46,12 +48,16 @@ def compare(cases: tuple[Case, ...], peer: Peer | None, scratch: Path, *, quick:
     def models_of(case: Case) -> Models:
         return models(case.shape, case.lora)
 
+    plan = QUICK if quick else FULL
+    plan = plan.in_float32 if float32 else plan
     results: list[Result] | None = []
     if peer is not None:
-        results = compare_with_peer(cases, models_of, peer, scratch, quick=quick)
+        results = compare_with_peer(cases, models_of, peer, scratch, plan)
         if results is None:
             return 1
-    preparations = measure_all((*cases, SMALL_STEPS), models_of, scratch / "prepared", quick=quick)
+    preparations = measure_all(
+        (*cases, SMALL_STEPS), models_of, scratch / "prepared", plan.dtype, quick=quick
+    )
     line, is_reached = verdict(results, preparations)
     print(f"\n{line}")
     return 0 if is_reached else 1
@@ -62,8 +68,7 @@ def compare_with_peer(
     models_of: Callable[[Case], Models],
     peer: Peer,
     scratch: Path,
-    *,
-    quick: bool,
+    plan: Plan,
 ) -> list[Result] | None:
     """Print every case's table as it finishes. None: the sides do not compute the same."""
     versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
@@ -77,7 +82,7 @@ def compare_with_peer(
     if not difference <= EXACT_BAR:
         print("no times, because the sides do not compute the same. short")
         return None
-    plan, results = QUICK if quick else FULL, list[Result]()
+    results: list[Result] = []
     for case in cases:
         results.append(measure(case, models_of(case), peer, scratch / "values", plan))
         print(table(results[-1]), flush=True)

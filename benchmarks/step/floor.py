@@ -2,9 +2,9 @@
 that PyTorch reaches for their shapes.
 
 Necessary is: each distinct prompt token and each trained token once through the layers, forward and
-backward; each measured token (KTO's mismatched completions) forward; the head at trained and
-measured tokens alone; attention over what each token sees. Nothing is counted for norms, rotations,
-activations, softmax, casts, or reading weights.
+backward; each measured token (KTO's mismatched completions, and all tokens of a teacher) forward;
+the head at trained and measured tokens alone; attention over what each token sees. Nothing is
+counted for norms, rotations, activations, softmax, casts, or reading weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Work:
     mean: int
 
 
-def floor(case: Case, units: list[TokenizedExample]) -> float:
+def floor(case: Case, units: list[TokenizedExample], dtype: torch.dtype) -> float:
     """Minimum seconds of a step of these units, at rates measured now."""
     linear_seconds.cache_clear()
     attention_seconds.cache_clear()
@@ -50,7 +50,7 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
     trained, measured = work.layers
     total = 0.0
     for inputs, outputs, count in linear_layers(shape):
-        forward, to_inputs, to_weights = linear_seconds(_rounded(trained), inputs, outputs)
+        forward, to_inputs, to_weights = linear_seconds(_rounded(trained), inputs, outputs, dtype)
         backward = (
             to_inputs + (RANK / inputs + RANK / outputs) * 3 * forward
             if case.lora
@@ -59,13 +59,13 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
         total += count * shape.layers * (trained * (forward + backward) + measured * forward)
     if work.head[0]:
         forward, to_inputs, to_weights = linear_seconds(
-            _rounded(work.head[0]), shape.hidden, shape.vocabulary
+            _rounded(work.head[0]), shape.hidden, shape.vocabulary, dtype
         )
         total += (
             work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights))
             + work.head[1] * forward
         )
-    scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
+    scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim, dtype)
     # Backward: the gradient of the scores' weights, and those of queries, keys and values.
     attended, attended_no_grad = work.attended
     return total + shape.layers * (
@@ -84,10 +84,14 @@ def work_of(case: Case, units: list[TokenizedExample]) -> Work:
     )
     trained, measured = sum(n for _, n in answers), sum(n for _, n in extra)
     attended = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
+    through_layers = sum(map(len, prompts)) + trained
+    no_grad = measured, measured, sum(_pairs(p, n) for p, n in extra)
+    if case.method == "distill":  # the teacher reads what the policy reads
+        no_grad = through_layers, trained, attended
     return Work(
-        layers=(sum(map(len, prompts)) + trained, measured),
-        head=(0, 0) if case.is_reward_model else (trained, measured),
-        attended=(attended, sum(_pairs(p, n) for p, n in extra)),
+        layers=(through_layers, no_grad[0]),
+        head=(0, 0) if case.is_reward_model else (trained, no_grad[1]),
+        attended=(attended, no_grad[2]),
         mean=sum(p + n for p, n in answers) // len(answers),
     )
 
@@ -109,31 +113,29 @@ def linear_layers(shape: Shape) -> list[tuple[int, int, int]]:
 
 
 @cache
-def linear_seconds(tokens: int, inputs: int, outputs: int) -> tuple[float, float, float]:
-    """Seconds per token, bfloat16: the product, its gradient to the inputs, and that to the
+def linear_seconds(
+    tokens: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[float, float, float]:
+    """Seconds per token: the product, its gradient to the inputs, and that to the
     weights.
     """
-    x, w, g = _random(tokens, inputs), _random(outputs, inputs), _random(tokens, outputs)
+    sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+    x, w, g = (torch.randn(size, dtype=dtype) for size in sizes)
     durations = [_seconds(lambda: x @ w.t()), _seconds(lambda: g @ w), _seconds(lambda: g.t() @ x)]
     return durations[0] / tokens, durations[1] / tokens, durations[2] / tokens
 
 
 @cache
-def attention_seconds(length: int, heads: int, width: int) -> tuple[float, float]:
-    """Seconds per pair of tokens, all heads, bfloat16: the product over the heads' width, and one
+def attention_seconds(
+    length: int, heads: int, width: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Seconds per pair of tokens, all heads: the product over the heads' width, and one
     over tokens.
     """
-    q, k, weights = (
-        _random(heads, length, width),
-        _random(heads, length, width),
-        _random(heads, length, length),
-    )
+    sizes = (heads, length, width), (heads, length, width), (heads, length, length)
+    q, k, weights = (torch.randn(size, dtype=dtype) for size in sizes)
     durations = [_seconds(lambda: q @ k.transpose(1, 2)), _seconds(lambda: weights @ k)]
     return durations[0] / length**2, durations[1] / length**2
-
-
-def _random(*sizes: int) -> Tensor:
-    return torch.randn(sizes, dtype=torch.bfloat16)
 
 
 def _rounded(tokens: int) -> int:

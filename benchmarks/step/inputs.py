@@ -18,6 +18,7 @@ KINDS: dict[str, Kind] = {
     "kto": "judgement",
     "dpo": "preference",
     "sft": "demonstration",
+    "distill": "demonstration",
     "bradley_terry": "preference",
     "grpo": "ranking",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -77,9 +77,12 @@ class Floor:
 
     case: Case
     sets: list[list[TokenizedExample]]
+    dtype: torch.dtype
 
     def step(self, number: int, *, memory: bool = False) -> Figures:
-        return Figures(loss=0.0, grad_norm=0.0, seconds=floor(self.case, self.sets[number]))
+        return Figures(
+            loss=0.0, grad_norm=0.0, seconds=floor(self.case, self.sets[number], self.dtype)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,17 @@ class Plan:
     steps: int
     all_sides: bool
     variants: tuple[TrlVariant, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def defaults(self) -> TrlVariant:
+        """TRL's precision at its defaults."""
+        return TrlVariant("mixed" if self.dtype == torch.bfloat16 else "float32")
+
+    @property
+    def in_float32(self) -> Plan:
+        """The same in float32 on both sides: for CPUs without instructions for bfloat16."""
+        return replace(self, variants=(TrlVariant("float32"),), dtype=torch.float32)
 
     def draw_rows(self, case: Case) -> list[list[TokenizedExample]]:
         """The row sets of a case, with the largest padded size first."""
@@ -167,11 +181,15 @@ def measure(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> 
     # torch.compile limits the number of programs per process, over all models
     torch.compiler.reset()
     sets = plan.draw_rows(case)
-    valence = ValenceSide(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
+    valence = ValenceSide(case, models, sets, cache, dtype=plan.dtype, checkpointing=False)
     peer.ask("rows", sets=[valence.rows(number) for number in range(len(sets))])
     expected = [valence.step(number) for number in range(len(sets))]  # this also compiles
     variant, best, excluded = fastest(peer, case, models, plan.variants, expected)
-    sides: dict[str, Steps] = {"ours": valence, "floor": Floor(case, sets), "best": best}
+    sides: dict[str, Steps] = {
+        "ours": valence,
+        "floor": Floor(case, sets, plan.dtype),
+        "best": best,
+    }
     result = Result(
         case, variant, Side("Valence"), {"best": Side(f"TRL best ({variant})")}, excluded=excluded
     )
@@ -182,12 +200,12 @@ def measure(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> 
         sides["compiled"] = load(peer, "compiled", case, models, compiled)
         result.others["compiled"] = Side(f"TRL best ({compiled})")
     if plan.all_sides:
-        sides["defaults"] = load(peer, "defaults", case, models, TrlVariant("mixed"), best=False)
+        sides["defaults"] = load(peer, "defaults", case, models, plan.defaults, best=False)
         result.others["defaults"] = Side("TRL defaults")
     if case.without_sharing:
         unshared_sets = [unshared(units) for units in sets]
         sides["unshared"] = unshared_side = ValenceSide(
-            case, models, unshared_sets, cache, dtype=torch.bfloat16, checkpointing=False
+            case, models, unshared_sets, cache, dtype=plan.dtype, checkpointing=False
         )
         for number in range(len(sets)):
             unshared_side.rows(number)
@@ -204,7 +222,7 @@ def measure(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> 
     if plan.all_sides:
         torch.compiler.reset()
         valence_checkpointed = ValenceSide(
-            case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True
+            case, models, sets, cache, dtype=plan.dtype, checkpointing=True
         )
         result.ours.checkpointed = warm_peak(valence_checkpointed)
         trl_checkpointed = load(

@@ -57,7 +57,12 @@ def measure_preparation(ours: ValenceSide, *, rounds: int, steps: int) -> Prepar
 
 
 def measure_all(
-    cases: tuple[Case, ...], models_of: Callable[[Case], Models], cache: Path, *, quick: bool
+    cases: tuple[Case, ...],
+    models_of: Callable[[Case], Models],
+    cache: Path,
+    dtype: torch.dtype,
+    *,
+    quick: bool,
 ) -> list[Preparation]:
     """Measure each case, and print its line."""
     print(
@@ -68,9 +73,7 @@ def measure_all(
     for case in cases:
         torch.compiler.reset()
         sets = draw_sets(case, NUM_SETS)
-        ours = ValenceSide(
-            case, models_of(case), sets, cache, dtype=torch.bfloat16, checkpointing=False
-        )
+        ours = ValenceSide(case, models_of(case), sets, cache, dtype=dtype, checkpointing=False)
         for number in range(NUM_SETS):
             ours.rows(number)  # caches values of the reference
         rounds, steps = (2, 2) if quick else (4, 4)

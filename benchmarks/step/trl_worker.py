@@ -38,6 +38,7 @@ TRAINERS = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
     "bradley_terry": (trl.RewardTrainer, trl.RewardConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "distill": (trl.DistillationTrainer, trl.DistillationConfig),
 }
 # A trainer needs a data set at construction; the measured rows come later, through the trainer's
 # collator.
@@ -47,8 +48,12 @@ STAND_INS = {
     "sft": {"prompt": spelled([3, 4]), "completion": spelled([5])},
     "bradley_terry": {"chosen": spelled([3, 4, 5]), "rejected": spelled([3, 4, 6])},
     "grpo": {"prompt": spelled([3, 4])},
+    "distill": {"prompt": spelled([3, 4])},
 }
 GRPO = {"loss_type": "grpo", "beta": 0.0, "num_generations": 2, "per_device_train_batch_size": 2}
+DISTILL = {"beta": 1.0, "per_device_train_batch_size": 2}
+AS_SAMPLED = ("grpo", "distill")
+"""Methods whose trainer takes completions in the form in which it samples them."""
 PAD, EOS = "<0>", 2
 
 
@@ -79,7 +84,7 @@ class Session:
         if number not in self.batches:
             columns = COLUMNS[self.method](rows)
             self.batches[number] = (
-                columns if self.method == "grpo" else self.trainer.data_collator(columns)
+                columns if self.method in AS_SAMPLED else self.trainer.data_collator(columns)
             )
         return dict(self.batches[number])
 
@@ -110,7 +115,8 @@ def trainer_of(options: dict[str, Any], scratch: str) -> Any:
     """
     method = options["method"]
     trainer, config = TRAINERS[method]
-    settings: dict[str, Any] = GRPO if method == "grpo" else {"max_length": options["max_length"]}
+    sampled = {"grpo": GRPO, "distill": DISTILL}
+    settings: dict[str, Any] = sampled.get(method, {"max_length": options["max_length"]})
     with_reference = method in ("kto", "dpo")
     if options["best"]:
         settings = settings | {"gradient_checkpointing": options["checkpointing"]}
@@ -130,6 +136,10 @@ def trainer_of(options: dict[str, Any], scratch: str) -> Any:
     extra: dict[str, Any] = {"reward_funcs": lambda **_: []} if method == "grpo" else {}
     if with_reference and not options["best"]:
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(options["reference"], dtype=dtype)
+    if method == "distill":
+        extra["teacher_model"] = AutoModelForCausalLM.from_pretrained(
+            options["reference"], dtype=dtype
+        )
     tokenizer = tokenizer_of_ids(16, EOS)
     # the score is read before the padding, so padding must differ from the end of an answer
     if method == "bradley_terry":
@@ -188,7 +198,7 @@ def reward_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def sampled_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """A batch of rollouts in the form of TRL's loss: prompts padded on the left, completions on the
     right.
     """
@@ -200,11 +210,15 @@ def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             [torch.tensor(v, dtype=dtype) for v in values], padding_value=0, padding_side=side
         )
 
-    return {
+    batch = {
         "prompt_ids": padded(prompts, "left"),
         "prompt_mask": padded([[1] * len(p) for p in prompts], "left"),
         "completion_ids": padded(answers, "right"),
         "completion_mask": padded([[1] * len(a) for a in answers], "right"),
+    }
+    if "old" not in rows[0]:
+        return batch
+    return batch | {
         "old_per_token_logps": padded(
             [old for row in rows for old in row["old"]], "right", torch.float32
         ),
@@ -217,7 +231,8 @@ COLUMNS: dict[str, Any] = {
     "dpo": dpo_columns,
     "sft": sft_columns,
     "bradley_terry": reward_columns,
-    "grpo": grpo_columns,
+    "grpo": sampled_columns,
+    "distill": sampled_columns,
 }
 
 

@@ -26,6 +26,7 @@ from valence.models.build import build_policy, build_reference, load_model
 from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
+from valence.models.reference import Reference
 from valence.training.step import Objective, StepPlan
 from valence.training.trainer import Prefetcher
 from valence.types import TokenizedExample
@@ -85,6 +86,12 @@ class ValenceSide:
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)
         self.reference: CachedReference | None = None
+        self.teacher: Reference | None = None
+        if case.method == "distill":
+            teacher = load_model(str(models.reference), dtype=torch.float32)
+            self.teacher = build_reference(
+                self.policy, fresh_adapter=False, model=teacher, name="teacher"
+            )
         if case.method in WITH_REFERENCE:
             reference_model = load_model(str(models.reference), dtype=torch.float32)
             self.reference = CachedReference(
@@ -145,8 +152,9 @@ class ValenceSide:
         method = METHODS[self.case.method]
         settings = method.resolve(SETTINGS.get(self.case.method, {}))
         return Objective(
-            method, settings, self.policy, self.reference, SingleProcess(), BUDGET, MAX_LENGTH
-        )
+            method, settings, self.policy, self.reference, SingleProcess(), BUDGET, MAX_LENGTH,
+            teacher=self.teacher,
+        )  # fmt: skip
 
     def consecutive_steps(self, count: int, *, ahead: bool) -> StepTimes:
         """Run ``count`` steps as training does, after one warm-up step.
