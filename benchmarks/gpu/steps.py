@@ -113,7 +113,7 @@ class ConstantReference:
     def __call__(self, batch: MicroBatch) -> Tensor:
         return torch.where(batch.loss_mask, -math.log(self.vocabulary), 0.0)
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+    def distributions(self, batch: MicroBatch, rows: Tensor, top_k: int | None) -> Distributions:
         raise NotImplementedError("its distributions have no logits")
 
 

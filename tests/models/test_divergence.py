@@ -14,6 +14,7 @@ from valence.models import head as head_module
 from valence.models.divergence import (
     Distributions,
     TeacherDistributions,
+    TopTokens,
     distribution_divergence,
     top_k_divergence,
 )
@@ -128,6 +129,28 @@ def test_the_divergence_of_the_likeliest_tokens_is_a_lower_bound(beta: float) ->
         assert (values >= before - 1e-12).all(), k
         before = values
     torch.testing.assert_close(before, distribution_divergence(log_p, log_q, beta))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_likeliest_tokens_alone_are_enough(beta: float) -> None:
+    """As a server sends them: without the logits of other tokens."""
+    ours, theirs = layer(WIDTH, 203, 0, dtype=torch.float64), layer(8, 203, 1, dtype=torch.float64)
+    torch.manual_seed(2)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(TOKENS, 8, dtype=torch.float64)
+    target = torch.randint(0, 203, (TOKENS,))
+    log_p = torch.log_softmax(theirs(states), -1).detach()
+    top = log_p.topk(9)
+    known = TopTokens(top.indices, top.values, log_p[torch.arange(TOKENS), target])
+    results = [
+        TeacherDistributions(source, 203, beta, 9).divergence(Head(ours), hidden, target)
+        for source in (known, Distributions(Head(theirs), states, 203))
+    ]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    slopes = [torch.autograd.grad(r.divergence.sum(), [hidden, ours.weight]) for r in results]
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_tokens_without_probability_add_nothing() -> None:

@@ -41,12 +41,15 @@ class Fake:
 
     State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
     or return the reply. ``stopped``: set once it serves no longer. ``kill``: closes all its
-    sockets, as the end of a process would.
+    sockets, as the end of a process would. ``model``, ``tokenizer``: for log-probabilities of
+    prompts; without a model these follow from the position.
     """
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
         self.dtype = "float32"
+        self.model: Any = None
+        self.tokenizer: Any = None
         self.paused = self.updating = self.asleep = False
         self.requests: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
@@ -145,15 +148,32 @@ class Fake:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         settings = body["sampling_params"]
         if "prompt_logprobs" in settings:
-            rows = [
-                None,
-                *(
-                    {str(token): {"logprob": -0.5 - k}}
-                    for k, token in enumerate(body["token_ids"][1:])
-                ),
-            ]
+            if self.model is not None:
+                rows = self.logprobs(body["token_ids"], settings["prompt_logprobs"])
+            else:
+                rows = [
+                    None,
+                    *(
+                        {str(token): {"logprob": -0.5 - k}}
+                        for k, token in enumerate(body["token_ids"][1:])
+                    ),
+                ]
             return 200, {"choices": [], "prompt_logprobs": rows}
         return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int], count: int) -> list[dict[str, Any] | None]:
+        """Of each token but the first, and of the likeliest ones in its place."""
+        assert self.model is not None
+        rows: list[dict[str, Any] | None] = [None]
+        logps = torch.log_softmax(self.model(torch.tensor([ids])).logits[0].float(), -1)
+        for token, row in zip(ids[1:], logps, strict=False):
+            top = row.topk(count).indices.tolist() if count else []
+            rows.append({str(i): {"logprob": float(row[i])} for i in dict.fromkeys([token, *top])})
+        return rows
+
+    def detokenize(self, body: Any) -> Reply:
+        return 200, {"prompt": self.tokenizer.decode(body["tokens"])}
 
     def choice(self, settings: Any, index: int) -> dict[str, Any]:
         """An answer of two tokens; every other one ends by itself."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.errors import raises_error
+from tests.rollouts.vllm_server import Drop, Fake, serving
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.resuming import killed, records, train, weights
@@ -54,6 +57,16 @@ def recipe(method: str = "distill", **sections: Any) -> dict[str, Any]:
     for name, values in sections.items():
         base[name] = base.get(name, {}) | values if isinstance(values, dict) else values
     return base
+
+
+@contextmanager
+def served(name: str) -> Iterator[Fake]:
+    """A server with the model of a folder."""
+    fake = Fake()
+    fake.model = AutoModelForCausalLM.from_pretrained(name)
+    fake.tokenizer = AutoTokenizer.from_pretrained(name)
+    with serving(fake):
+        yield fake
 
 
 def metrics(run: Trainer, name: str) -> list[float]:
@@ -207,3 +220,42 @@ def test_a_teacher_takes_the_place_of_the_reference(place: Path) -> None:
     write("labels.jsonl", [row | {"label": i % 2} for i, row in enumerate(DEMONSTRATIONS)])
     with raises_error("setting-conflict", where="teacher.model"):
         train(recipe(mix=[{"method": "kto", "train": "labels.jsonl"}]))
+
+
+@pytest.mark.parametrize("loss", [{"target": "token"}, {"top_k": 7}, {"top_k": 7, "beta": 0.3}])
+@pytest.mark.parametrize("method", ["distill", "online_distill"])
+def test_a_teacher_on_a_server(place: Path, method: str, loss: dict[str, Any]) -> None:
+    """It gives the losses of the same model in this process."""
+    expected = metrics(train(recipe(method, loss=loss, run={"dir": "local"}))[0], "loss")
+    with served("teacher") as fake:
+        teacher = {"model": fake.url}
+        run, _ = train(recipe(method, loss=loss, teacher=teacher, run={"dir": "remote"}))
+        assert metrics(run, "loss") == pytest.approx(expected, rel=1e-4)
+        asked = fake.paths().count("/inference/v1/generate")
+    if loss == {"target": "token"} and method == "distill":
+        assert asked == len(DEMONSTRATIONS)  # later epochs read the cache
+
+
+def test_a_server_that_is_lost_is_asked_again(place: Path) -> None:
+    with served("teacher") as fake:
+        lost = iter([True, False, True])
+
+        def sometimes(body: Any) -> None:
+            if next(lost, False):
+                raise Drop
+
+        fake.on["/inference/v1/generate"] = sometimes
+        train(recipe(loss={"target": "token"}, teacher={"model": fake.url}))
+
+
+def test_mistakes_with_a_server(place: Path) -> None:
+    with served("teacher") as fake:
+        teacher = {"model": fake.url}
+        with raises_error("setting-conflict", where="loss.top_k"):
+            train(recipe(teacher=teacher))
+        rollout = {"temperature": 0.7}
+        with raises_error("setting-conflict", where="rollout.temperature"):
+            train(recipe("online_distill", teacher=teacher, rollout=rollout, loss={"top_k": 3}))
+        fake.tokenizer.decode = lambda ids: "something else"  # type: ignore[method-assign]
+        with raises_error("vocabulary-mismatch", where="teacher.model"):
+            train(recipe(teacher=teacher, loss={"top_k": 3}))

@@ -45,6 +45,7 @@ PATHS = {
 OTHER_TEXT = ("auto", "off", "shipped")
 """Values of eval.other_text that are no files."""
 TOKEN_FIX = {
+    "teacher": "set the environment variable VLLM_API_KEY to the server's token",
     "reward": "set token_env to the environment variable with the server's token",
     "rollout": "set the environment variable VLLM_API_KEY or OPENAI_API_KEY to the server's token",
     "run": "set the environment variable MLFLOW_TRACKING_URI instead of the setting uri",

@@ -137,6 +137,31 @@ def _reference(c: Case) -> Iterator[Issue]:
         )
 
 
+def _other_teacher(c: Case) -> Iterator[Issue]:
+    """Of a teacher that is another model."""
+    yield no_effect("reference", why="the teacher takes the place of the reference")
+    if c.recipe.rollout.measure_kl is True:
+        yield conflict(
+            "rollout.measure_kl",
+            "a run has one model besides the policy, and the teacher is that model",
+            "remove it",
+        )
+    for method in c.methods:
+        if method.needs_reference and not method.loss.needs_teacher:
+            yield conflict(
+                "teacher.model",
+                f"{method.name} compares the model with itself before training, and a run has "
+                "only one model besides the policy",
+                "use a method without a reference, such as sft, or teacher.model: self",
+            )
+    if c.recipe.teacher.is_served and c.method.online and c.recipe.rollout.temperature != 1:
+        yield conflict(
+            "rollout.temperature",
+            "a teacher on a server computes its probabilities at temperature 1",
+            "set it to 1",
+        )
+
+
 def _teacher(c: Case) -> Iterator[Issue]:
     if not c.has_teacher:
         yield no_effect(
@@ -146,21 +171,7 @@ def _teacher(c: Case) -> Iterator[Issue]:
         )
         return
     if c.recipe.teacher.model != SELF:
-        yield no_effect("reference", why="the teacher takes the place of the reference")
-        if c.recipe.rollout.measure_kl is True:
-            yield conflict(
-                "rollout.measure_kl",
-                "a run has one model besides the policy, and the teacher is that model",
-                "remove it",
-            )
-        for method in c.methods:
-            if method.needs_reference and not method.loss.needs_teacher:
-                yield conflict(
-                    "teacher.model",
-                    f"{method.name} compares the model with itself before training, and a run has "
-                    "only one model besides the policy",
-                    "use a method without a reference, such as sft, or teacher.model: self",
-                )
+        yield from _other_teacher(c)
     uses_context = any(m.loss.needs_teacher and m.loss.data == "feedback" for m in c.methods)
     if c.recipe.teacher.model == SELF and not uses_context:
         yield conflict(
@@ -249,8 +260,15 @@ def _losses(c: Case) -> Iterator[Issue]:
     loss = c.recipe.loss
     parallel = c.recipe.parallel
     for section, method, settings in c.losses:
+        compares = method.loss.compares_distributions(settings)
+        if c.recipe.teacher.is_served and compares and settings.get("top_k") is None:
+            yield conflict(
+                f"{section}.top_k",
+                "a teacher on a server returns only its most likely tokens",
+                "set it to 20, or set target: token",
+            )
         shares_rows = parallel.tensor > 1 or parallel.context > 1
-        if shares_rows and method.loss.compares_distributions(settings):
+        if shares_rows and compares:
             yield conflict(
                 f"{section}.target",
                 "distributions over the vocabulary are not available where processes share a row",

@@ -498,8 +498,8 @@ SELF = "self"
 
 class Teacher(Section):
     model: Text = SELF
-    """self: the model itself, as hindsight needs. Or the folder or hub id of another model with the
-    same tokens, as distill needs; it is quantized like the policy (`model.quantize`).
+    """self: the model itself, as hindsight needs. Or another model with the same tokens, as distill
+    needs: its folder or hub id (it is quantized like the policy), or the address of a vLLM server.
     """
     weights: Literal["initial", "ema", "live"] = "initial"
     """With model: self, the weights of the teacher. initial: those before training. ema: a
@@ -519,6 +519,11 @@ class Teacher(Section):
     """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say who wrote
     the feedback, and how the user rated the completion if the row has a label.
     """
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it runs on a server."""
+        return self.model.startswith(("http://", "https://"))
 
     @property
     def has_average(self) -> bool:
@@ -1405,10 +1410,11 @@ class Recipe(Section):
     @property
     def reference_model(self) -> tuple[str, str | None]:
         """The setting that names the model besides the policy, and its folder or hub id. None: the
-        policy before training. A teacher that is another model takes the place of the reference.
+        policy before training, or a model on a server. A teacher that is another model takes the
+        place of the reference.
         """
         if self.teacher.model != SELF:
-            return "teacher.model", self.teacher.model
+            return "teacher.model", None if self.teacher.is_served else self.teacher.model
         return "reference.model", self.reference.model
 
     def issues(self) -> Iterator[Issue]:

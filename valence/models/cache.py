@@ -17,7 +17,7 @@ from torch import Tensor
 
 from valence.errors import UserError
 from valence.models.digest import Digests
-from valence.models.divergence import Distributions
+from valence.models.divergence import Distributions, TopTokens
 from valence.models.log_prob_store import Array, LogProbStore, count_entries
 from valence.models.reference import LazyReference, Reference
 from valence.types import MicroBatch, TokenizedExample, sent
@@ -146,10 +146,12 @@ class CachedReference:
             logp[rows[s]] = values
         return sent(torch.from_numpy(logp), batch.tokens.device)
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+    def distributions(
+        self, batch: MicroBatch, rows: Tensor, top_k: int | None
+    ) -> Distributions | TopTokens:
         """Those of the reference, which are not cached."""
         self.agree(True)
-        return self.inner.distributions(batch, rows)
+        return self.inner.distributions(batch, rows, top_k)
 
     def join_collectives(self, batch: MicroBatch) -> Tensor:
         """Take part in the computation of other processes, if there is one. The result has no
@@ -207,17 +209,22 @@ class CachedReference:
 
 def keys_and_rows(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
     """Return for each sequence its key and the rows of its log-probabilities."""
-    tokens, (read, owner) = batch.cpu_tokens.numpy(), batch.cpu_scored.numpy()
-    seq = np.full(len(tokens), -1)
+    tokens = batch.cpu_tokens.numpy()
+    paths = sequence_paths(batch)
+    keys = [key_of(tokens[path], mask) for path, mask in paths]
+    return keys, [path[mask] for path, mask in paths]
+
+
+def sequence_paths(batch: MicroBatch) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Return for each sequence the rows of its tokens, and which of these a loss reads."""
+    read, owner = batch.cpu_scored.numpy()
+    seq = np.full(len(batch.cpu_tokens), -1)
     seq[read] = owner
-    keys: list[bytes] = []
-    rows: list[NDArray[np.int64]] = []
-    for s, leaf in enumerate(batch.leaves):
-        path = np.concatenate([np.arange(*batch.segments[k][:2]) for k in batch.path(leaf)])
-        mask = seq[path] == s
-        keys.append(key_of(tokens[path], mask))
-        rows.append(path[mask])
-    return keys, rows
+    paths = [
+        np.concatenate([np.arange(*batch.segments[k][:2]) for k in batch.path(leaf)])
+        for leaf in batch.leaves
+    ]
+    return [(path, seq[path] == s) for s, path in enumerate(paths)]
 
 
 def key_of(ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> bytes:

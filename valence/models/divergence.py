@@ -51,6 +51,16 @@ class Distributions(NamedTuple):
     vocabulary: int
 
 
+class TopTokens(NamedTuple):
+    """The most likely tokens of a model at N tokens: ids[N, k], their log-probabilities logps[N, k]
+    (nats), and those of the N tokens themselves, of_tokens[N].
+    """
+
+    ids: Tensor
+    logps: Tensor
+    of_tokens: Tensor
+
+
 @dataclass(frozen=True)
 class TeacherDistributions:
     """The distributions of a teacher at N tokens, and how a policy is compared with them.
@@ -60,50 +70,51 @@ class TeacherDistributions:
     probability under either.
     """
 
-    distributions: Distributions
+    source: Distributions | TopTokens
     vocabulary: int
     beta: float = 1.0
     top_k: int | None = None
-
-    @property
-    def head(self) -> Head:
-        return self.distributions.head
-
-    @property
-    def states(self) -> Tensor:
-        return self.distributions.states
 
     def divergence(self, head: Head, states: Tensor, target: Tensor) -> Divergence:
         """The divergence at N tokens from the policy's hidden states [N, h]. target[N]: the
         tokens.
         """
+        source = self.source
         with torch.autocast(states.device.type, enabled=False):
-            if self.top_k is None and head.is_linear and self.head.is_linear:
+            if isinstance(source, TopTokens):
+                return self._of_rows(head, states, target, source)
+            if self.top_k is None and head.is_linear and source.head.is_linear:
                 weight, bias = head.local_weights
                 columns: Any = LinearDivergence.apply(states, weight, bias, target, head, self)
                 return Divergence(*columns)
-            return self._of_rows(head, states, target)
+            return self._of_rows(head, states, target, source)
 
-    def _of_rows(self, head: Head, states: Tensor, target: Tensor) -> Divergence:
+    def _of_rows(
+        self, head: Head, states: Tensor, target: Tensor, source: Distributions | TopTokens
+    ) -> Divergence:
         """All logits of a few tokens at a time, which are computed again in the backward pass."""
 
-        def divergence(
-            hidden: Tensor, teacher_hidden: Tensor, target: Tensor
-        ) -> tuple[Tensor, ...]:
+        def divergence(hidden: Tensor, target: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
             log_q = _log_softmax(head, hidden, self.vocabulary)
-            with torch.no_grad():
-                log_p = _log_softmax(self.head, teacher_hidden, self.vocabulary)
-            if self.top_k is None:
-                values = distribution_divergence(log_p, log_q, self.beta)
+            if isinstance(source, TopTokens):
+                ids, logps, of_tokens = columns
+                log_p = with_rest(logps)
+                values = distribution_divergence(log_p, with_rest_at(log_q, ids), self.beta)
             else:
-                values = top_k_divergence(log_p, log_q, self.beta, self.top_k)
-            at_target = [x.detach().gather(1, target[:, None])[:, 0] for x in (log_q, log_p)]
-            entropy = -(log_q.detach().exp() * log_q.detach().clamp(min=LOWEST_LOGIT)).sum(-1)
-            return values, *at_target, entropy
+                with torch.no_grad():
+                    log_p = _log_softmax(source.head, columns[0], self.vocabulary)
+                of_tokens = log_p.gather(1, target[:, None])[:, 0]
+                if self.top_k is None:
+                    values = distribution_divergence(log_p, log_q, self.beta)
+                else:
+                    values = top_k_divergence(log_p, log_q, self.beta, self.top_k)
+            log_q = log_q.detach()
+            entropy = -(log_q.exp() * log_q.clamp(min=LOWEST_LOGIT)).sum(-1)
+            return values, log_q.gather(1, target[:, None])[:, 0], of_tokens, entropy
 
-        columns = (x.split(LAYER_ROWS) for x in (states, self.states, target))
+        inputs = tuple(source) if isinstance(source, TopTokens) else (source.states,)
         parts: list[Any] = []
-        for rows in zip(*columns, strict=True):
+        for rows in zip(*(x.split(LAYER_ROWS) for x in (states, target, *inputs)), strict=True):
             if torch.is_grad_enabled():
                 parts.append(checkpoint(divergence, *rows, use_reentrant=False))
             else:
@@ -139,13 +150,23 @@ def top_k_divergence(log_p: Tensor, log_q: Tensor, beta: float, k: int) -> Tenso
     if k >= log_p.shape[-1]:
         return distribution_divergence(log_p, log_q, beta)
     ids = log_p.topk(k, -1).indices
+    return distribution_divergence(with_rest_at(log_p, ids), with_rest_at(log_q, ids), beta)
 
-    def with_rest(logps: Tensor) -> Tensor:
-        # One minus the sum of the others would be inaccurate where the rest is small.
-        rest = logps.scatter(-1, ids, LOWEST_LOGIT).logsumexp(-1, keepdim=True)
-        return torch.cat([logps.gather(-1, ids), rest], -1)
 
-    return distribution_divergence(with_rest(log_p), with_rest(log_q), beta)
+def with_rest_at(logps: Tensor, ids: Tensor) -> Tensor:
+    """The log-probabilities of these tokens, and that of all others together, from those of the
+    vocabulary: [..., V], [..., k] -> [..., k + 1].
+    """
+    # One minus the sum of the others would be inaccurate where the rest is small.
+    rest = logps.scatter(-1, ids, LOWEST_LOGIT).logsumexp(-1, keepdim=True)
+    return torch.cat([logps.gather(-1, ids), rest], -1)
+
+
+def with_rest(logps: Tensor) -> Tensor:
+    """Append the log-probability of all other tokens together: [..., k] -> [..., k + 1]."""
+    # Rounding may make the sum 1 or more; the rest has at least the resolution of the dtype.
+    total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
+    return torch.cat([logps, torch.log(-torch.expm1(total))], -1)
 
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -277,9 +298,11 @@ class _HeadPair:
         bias: Tensor | None,
         teacher: TeacherDistributions,
     ) -> None:
-        others = teacher.head.local_weights
+        source = teacher.source
+        assert isinstance(source, Distributions)
+        weights = source.head.local_weights
         self.policy = Tiles(head, hidden, weight, bias, teacher.vocabulary)
-        self.teacher = Tiles(teacher.head, teacher.states, *others, teacher.vocabulary)
+        self.teacher = Tiles(source.head, source.states, *weights, teacher.vocabulary)
 
     def logits(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the first token of each range, and its logits [N, w] under policy and teacher."""

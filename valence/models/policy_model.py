@@ -385,10 +385,13 @@ class PolicyModel(nn.Module):
         )
 
     @torch.no_grad()
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+    def distributions(
+        self, batch: MicroBatch, rows: Tensor, top_k: int | None = None
+    ) -> Distributions:
         """Return the distributions of the tokens in these rows [N], given the tokens before them.
 
-        Raises UserError for a model that runs one sequence at a time.
+        top_k: not read; complete distributions contain the most likely tokens. Raises UserError for
+        a model that runs one sequence at a time.
         """
         if not self.packs:
             raise UserError(

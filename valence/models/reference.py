@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.digest import Digests, digests
-from valence.models.divergence import Distributions
+from valence.models.divergence import Distributions, TopTokens
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
@@ -32,8 +32,12 @@ class Reference(Protocol):
 
     def __call__(self, batch: MicroBatch) -> Tensor: ...
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
-        """Return the distributions of the tokens in these rows (``PolicyModel.distributions``)."""
+    def distributions(
+        self, batch: MicroBatch, rows: Tensor, top_k: int | None
+    ) -> Distributions | TopTokens:
+        """Return the distributions of the tokens in these rows (``PolicyModel.distributions``), or
+        the ``top_k`` most likely tokens.
+        """
         ...
 
 
@@ -53,7 +57,7 @@ class AdapterDisabledReference:
         with _without_adapter(self.policy.model):
             return self.policy(batch).logp
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+    def distributions(self, batch: MicroBatch, rows: Tensor, top_k: int | None) -> Distributions:
         with _without_adapter(self.policy.model):
             return self.policy.distributions(batch, rows)
 
@@ -96,7 +100,7 @@ class FrozenReference:
     def __call__(self, batch: MicroBatch) -> Tensor:
         return self.engine(batch).logp
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
+    def distributions(self, batch: MicroBatch, rows: Tensor, top_k: int | None) -> Distributions:
         return self.engine.distributions(batch, rows)
 
 
@@ -150,8 +154,10 @@ class LazyReference:
     def __call__(self, batch: MicroBatch) -> Tensor:
         return self._model()(batch)
 
-    def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
-        return self._model().distributions(batch, rows)
+    def distributions(
+        self, batch: MicroBatch, rows: Tensor, top_k: int | None
+    ) -> Distributions | TopTokens:
+        return self._model().distributions(batch, rows, top_k)
 
     def _model(self) -> Reference:
         """Raises UserError when the loaded model differs from the released one."""

@@ -69,10 +69,11 @@ class VLLMGenerator:
         revive: Callable[[], None] | None = None,
         log: Callable[[str], None] = ignore_message,
     ) -> None:
+        key, urls = os.environ.get(KEY), [urls] if isinstance(urls, str) else urls
         self.pool = ServerPool(
             [
-                ServerClient(url, timeout, os.environ.get(KEY), is_lost=_is_lost, revive=revive)
-                for url in ([urls] if isinstance(urls, str) else urls)
+                ServerClient(url, timeout, key, is_lost=is_lost_engine, revive=revive)
+                for url in urls
             ],
             log,
         )
@@ -418,7 +419,7 @@ def protocol_error(server: AdmittedServer, message: str) -> UserError:
     )
 
 
-def _is_lost(response: httpx.Response) -> bool:
+def is_lost_engine(response: httpx.Response) -> bool:
     """Whether the server's engine ended, which is reported once, or a restarted server does not
     have the adapter.
     """

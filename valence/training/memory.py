@@ -224,7 +224,7 @@ def memory_of(
         predict,
         shape,
         width=width,
-        frozen_copy=(prepared.needs_reference and is_separate)
+        frozen_copy=(prepared.needs_reference and is_separate and not recipe.teacher.is_served)
         or (is_average and not recipe.trains_adapter),
         adapter_copy=(prepared.needs_reference and is_copy and not is_separate)
         or (is_average and recipe.trains_adapter),

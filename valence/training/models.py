@@ -53,6 +53,7 @@ from valence.models.shape import Shape, decoder_layers
 from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
 from valence.models.weights import check_loaded_weights
+from valence.rollouts.teacher import ServerTeacher
 from valence.training.changes import rows_of
 from valence.training.memory import (
     at_rest,
@@ -114,7 +115,8 @@ def build_models(
         if compiles and split.single:
             compile_layers(policy)
         name = recipe.reference_model[1] if reference is None else None
-        is_copy = prepared.needs_reference and reference is None and name is None
+        is_served = recipe.teacher.is_served
+        is_copy = prepared.needs_reference and reference is None and name is None and not is_served
         # Copied before the policy's weights are split, or read.
         built = loader.reference(policy, None) if is_copy else None
         loader.share(policy, stream)
@@ -203,7 +205,12 @@ class _ModelLoader:
         return policy, stream
 
     def named_reference(self, policy: PolicyModel, name: str | None) -> Reference:
-        """The reference from a folder or hub id; None: from where the policy was loaded."""
+        """The reference from a folder, hub id or server; None: from where the policy was loaded."""
+        teacher = self.prepared.recipe.teacher
+        if teacher.is_served:
+            return ServerTeacher(
+                teacher.model, self.prepared.tokenizer, policy.vocabulary, log=warnings.warn
+            )
         model, stream = self._model(name)
         return self.reference(policy, model, stream)
 
@@ -415,10 +422,10 @@ def _with_cache(
     # rollouts differ in each round
     if cache == "off" or recipe.reference.sync_every is not None or recipe.reward:
         return built
-    about = (
-        f"{recipe.reference_model[1] or recipe.model.name} in "
-        f"{recipe.model.quantize or recipe.model.dtype}"
-    )
+    name = recipe.reference_model[1] or recipe.model.name
+    about = f"{name} in {recipe.model.quantize or recipe.model.dtype}"
+    if recipe.teacher.is_served:
+        about = recipe.teacher.model
     if cache == "auto":
         return CachedReference(
             built, default_cache(recipe), about=about, fills=fills, reload=again, agree=agree

@@ -91,10 +91,18 @@ def refuse_formats(source: LoadedRecipe) -> None:
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
-    """Raise UserError for a reward in a run's recipe that is code or a server.
+    """Raise UserError for a reward in a run's recipe that is code or a server, or a teacher on a
+    server.
 
     Code would be executed; a server would receive prompts and completions.
     """
+    if recipe.teacher.is_served:
+        raise UserError(
+            f"this run would send prompts and completions to the teacher {recipe.teacher.model}",
+            code="server-not-trusted",
+            where=str(run_dir / RECIPE),
+            fix="check the operator of the server, then add --trust-reward",
+        )
     for spec in recipe.reward:
         code = "code-not-trusted"
         if is_function(spec.reward) or spec.settings.get("trust_remote_code"):

@@ -156,8 +156,8 @@ class Prepared:
         model; None: there is no such teacher. Raises UserError.
         """
         name = self.recipe.teacher.model
-        if name == SELF:
-            return None
+        if name == SELF or self.recipe.teacher.is_served:
+            return None  # a server is compared when the run starts
         remote = self.recipe.model.trust_remote_code
         theirs = load_tokenizer(name, trust_remote_code=remote, setting="teacher.model")
         return shared_vocabulary(self.tokenizer, theirs, name)

@@ -289,6 +289,7 @@ class TrainState:
             state_files.put(state["weights"], self.reference.weights)
         elif state["digest"] != self._reference()["digest"]:
             setting, name = self.recipe.reference_model
+            name = self.recipe.teacher.model if self.recipe.teacher.is_served else name
             raise UserError(
                 f"the reference ({name or self.recipe.model.name}) is not the model that the run "
                 f"started with",

@@ -33,7 +33,7 @@ from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
 from valence.methods import Method
 from valence.models.cache import CachedReference
-from valence.models.divergence import TeacherDistributions
+from valence.models.divergence import Distributions, TeacherDistributions
 from valence.models.gradients import clear
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference, tempered
@@ -428,17 +428,15 @@ class Objective:
         self, batch: MicroBatch, *, is_dummy: bool
     ) -> TeacherDistributions | None:
         """Return the teacher's distributions at the tokens of a micro-batch; None for a dummy."""
+        top_k = self.settings.get("top_k")
         with self._as_teacher():
-            of_teacher = (self.teacher or self.policy).distributions(*_read_by_teacher(batch))
+            source = (self.teacher or self.policy).distributions(*_read_by_teacher(batch), top_k)
         if is_dummy:
             return None
-        sizes = of_teacher.vocabulary, self.policy.vocabulary
-        return TeacherDistributions(
-            of_teacher,
-            min(*sizes, self.shared_vocabulary or max(sizes)),
-            self.settings.get("beta", 1.0),
-            self.settings.get("top_k"),
-        )
+        vocabulary = self.policy.vocabulary
+        if isinstance(source, Distributions):
+            vocabulary = min(vocabulary, source.vocabulary, self.shared_vocabulary or vocabulary)
+        return TeacherDistributions(source, vocabulary, self.settings.get("beta", 1.0), top_k)
 
     @contextmanager
     def _as_teacher(self) -> Iterator[None]:
