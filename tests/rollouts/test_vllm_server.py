@@ -31,10 +31,13 @@ from tests.docs.walk import all_lines
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
+from tests.units import unit
+from valence.batching.micro_batches import make_micro_batch
 from valence.rollouts.check import Evidence, check, difference
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.servers import REQUIRED_VARIABLES, Server
+from valence.rollouts.teacher import ServerTeacher
 from valence.rollouts.transports import DiskTransfer, GlooTransfer, LoraTransfer, WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 from valence.types import Completion
@@ -465,3 +468,30 @@ def test_killed_and_started_again(sides: dict[str, Side]) -> None:
     ]
     side.step()
     assert side.furthest(side.generator.generate(PROMPTS, 1, FREE), FREE.temperature) < CLOSE
+
+
+def test_a_teacher(sides: dict[str, Side]) -> None:
+    """Log-probabilities of given tokens and of the likeliest ones, and the texts of tokens."""
+    side = sides["disk"]
+    if not side.version:
+        side.step()
+    teacher = ServerTeacher(side.server.url, TOKENIZER, len(TOKENIZER))
+    pairs = [(tuple(range(40 + i, 52 + i)), tuple(range(90, 97 + i))) for i in range(3)]
+    rows = [unit(f"row{i}", "demonstration", *pair) for i, pair in enumerate(pairs)]
+    batch = make_micro_batch(rows)
+    by_sequence = batch.sequence_ids[batch.scored]
+    logps = teacher(batch)[batch.scored]
+    top = teacher.distributions(batch, batch.scored, 5)
+    assert top.of_tokens == pytest.approx(logps, abs=CLOSE)
+    for s, (prompt, answer) in enumerate(pairs):
+        with torch.no_grad():
+            logits = side.model(torch.tensor([[*prompt, *answer]])).logits[0].float()
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        mine = by_sequence == s
+        [measured] = side.measure([(prompt, answer)], 1.0)
+        assert logps[mine].tolist() == pytest.approx(measured, abs=CLOSE)
+        torch.testing.assert_close(top.logps[mine], expected.topk(5).values, atol=CLOSE, rtol=0)
+        assert (top.ids[mine] == expected.topk(5).indices).float().mean() > 0.9  # close to ties
+    assert teacher.digests() == teacher.digests()
+    with raises_error("vocabulary-mismatch", where="teacher.model"):
+        ServerTeacher(side.server.url, tiny_tokenizer(chatml_tokens=False), len(TOKENIZER))
