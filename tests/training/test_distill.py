@@ -130,6 +130,23 @@ def test_sampled_completions_need_no_reward(place: Path) -> None:
     assert "highest reward" not in shown
 
 
+def test_held_out_prompts_show_the_distance_to_the_teacher(place: Path) -> None:
+    """As rewards would, the signals of both evaluations are compared by prompt."""
+    write("held_out.jsonl", [{"prompt": f"question {i} "} for i in range(20, 45)])
+    run, shown = train(
+        recipe("online_distill", data={"eval": "held_out.jsonl"}, train={"epochs": 8})
+    )
+    signals = metrics(run, "eval/signal/mean")
+    assert signals[0] < signals[-1] < 0
+    assert not metrics(run, "eval/reward/mean")
+    evaluation = run.evaluate()
+    assert [row["reward"] for row in evaluation.rows] != [0.0] * len(evaluation.rows)
+    means = sum(row["reward"] * row["tokens"] for row in evaluation.rows)
+    num_tokens = sum(row["tokens"] for row in evaluation.rows)
+    assert evaluation.metrics["signal/mean"] == pytest.approx(means / num_tokens)
+    assert "Closer to the teacher" in shown
+
+
 def test_stored_and_sampled_completions_in_one_step(place: Path) -> None:
     part = {"method": "distill", "train": "demonstrations.jsonl", "weight": 0.4}
     run, _ = train(recipe("online_distill", mix=[part]))

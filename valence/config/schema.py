@@ -1392,6 +1392,11 @@ class Recipe(Section):
         return self.model.lora is not None or self.model.adapter is not None
 
     @property
+    def is_unrewarded(self) -> bool:
+        """Whether completions are sampled, and no reward says anything about them."""
+        return [spec.reward for spec in self.reward] == ["zero"]
+
+    @property
     def measures_kl(self) -> bool:
         """Whether the KL divergence from the reference is logged although the loss does not read
         the reference. rollout.measure_kl: auto logs it if that needs no second model, or if a

@@ -31,11 +31,11 @@ def from_teacher(
     divergence of the distributions of teacher and policy at the token (nats).
 
     target: what the policy learns from the teacher. token: how likely it finds the tokens of the
-    completion. distribution: how likely it finds each token of the vocabulary at their places.
+        completion. distribution: how likely it finds each token of the vocabulary at their places.
     clip: largest absolute value of A_t (nats). null: no limit.
     max_ratio: largest weight of a token whose sampling policy is known.
     beta: 1: KL(policy, teacher), which avoids what the teacher would not write. 0: KL(teacher,
-    policy), which covers everything that it would write. Between: a mixture of both.
+        policy), which covers everything that it would write. Between: a mixture of both.
     top_k: compares only the teacher's k most likely tokens, with all others as one. null: all.
     """
     if target == "distribution":

@@ -116,7 +116,7 @@ def held_out_verdict(
             f"{HOLD_OUT} {_next_step(last['rows'], has_answers)}",
         )
     if has_signals(last):
-        return _of_signals(after, before, has_answers)
+        return _towards_teacher(after, before) or _of_signals(after, before, has_answers)
     verdict = _verdict_on(after, before, has_answers)
     if not num_trained:
         return verdict
@@ -159,10 +159,30 @@ def _of_signals(after: Sequence[Json], before: Sequence[Json] | None, has_answer
         change += f", and was {earlier:.3g} in the first evaluation"
     return Verdict(
         "unmeasured",
-        f"The {number(len(after))} held-out rows have feedback, which does not show whether new "
-        f"answers are better.{change}{'.' if change else ''}",
+        f"The model did not write the {number(len(after))} held-out completions, so they do not "
+        f"show whether its answers are better.{change}{'.' if change else ''}",
         f"{_next_step(after, has_answers)} A judge can compare both models: `valence compare`.",
     )
+
+
+def _towards_teacher(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """The signal of the policy's own completions, before and after, paired by prompt: an estimate
+    of -KL(policy, teacher) per token.
+    """
+    if (changes := _changes_of_completions(last, first)) is None:
+        return None
+    before, after, low, high, count = changes
+    state = _state(low, high, 0.0)
+    titles = {"improved": "Closer to the teacher on held-out prompts"}
+    titles["worse"] = "Further from the teacher on held-out prompts"
+    return Verdict(
+        state,
+        f"The signal of completions of {number(count)} held-out prompts went from {before:.3g} to "
+        f"{after:.3g} nats per token (change {_signed(after - before)}, 95 % interval "
+        f"{_signed(low)} to {_signed(high)}). At 0, the model agrees with its teacher.",
+        "Whether its answers are better, a judge can tell: `valence compare`.",
+        after - before, low, high, 0.0, count, titles.get(state, ""),
+    )  # fmt: skip
 
 
 def _mean_size(rows: Sequence[Json]) -> float | None:
@@ -198,25 +218,36 @@ RANKING = "Ranking held-out rows well is not the same as answering well."
 
 def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
     """The reward of the policy's own completions, before and after, paired by prompt."""
+    if (changes := _changes_of_completions(last, first)) is None:
+        return None
+    before, after, low, high, count = changes
+    return Verdict(
+        _state(low, high, 0.0),
+        f"The mean reward on {number(count)} held-out prompts went from {before:.3g} to "
+        f"{after:.3g} "
+        f"(change {_signed(after - before)}, 95 % interval {_signed(low)} to {_signed(high)}).",
+        "Read the answers in the report: a policy that exploits the reward looks the same as one "
+        "that has learned the task.",
+        after - before, low, high, 0.0, count,
+    )  # fmt: skip
+
+
+def _changes_of_completions(
+    last: Sequence[Json], first: Sequence[Json] | None
+) -> tuple[float, float, float, float, int] | None:
+    """The mean value of sampled completions before and after, the interval of its change, and the
+    number of prompts; None for other rows, or too few.
+    """
     if first is None or not any(map(is_rollout, last)):
         return None
     pairs = _paired({**_by_id(first, value)}, {**_by_id(last, value)})
     if len(pairs) < MIN_ROWS:
         return None
-    changes = [after - before for before, after in pairs]
-    low, high = mean_interval(changes)
+    low, high = mean_interval([after - before for before, after in pairs])
     before, after = mean(b for b, _ in pairs), mean(a for _, a in pairs)
     assert before is not None
     assert after is not None
-    return Verdict(
-        _state(low, high, 0.0),
-        f"The mean reward on {number(len(pairs))} held-out prompts went from {before:.3g} to "
-        f"{after:.3g} "
-        f"(change {_signed(after - before)}, 95 % interval {_signed(low)} to {_signed(high)}).",
-        "Read the answers in the report: a policy that exploits the reward looks the same as one "
-        "that has learned the task.",
-        after - before, low, high, 0.0, len(pairs),
-    )  # fmt: skip
+    return before, after, low, high, len(pairs)
 
 
 def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:

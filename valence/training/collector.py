@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -755,7 +756,35 @@ class Collector:
             self._row(prompt, sampled[0], scored[0])
             for prompt, sampled, scored in zip(prompts, completions, scores, strict=True)
         ]
+        if self._prepared.recipe.is_unrewarded and self._prepared.method.loss.needs_teacher:
+            metrics = {name: x for name, x in metrics.items() if not name.startswith("reward/")}
+            metrics |= self._signals(groups, rows)
         return Evaluation(dict(sorted(metrics.items())), rows)
+
+    def _signals(
+        self, groups: Sequence[RolloutGroup], rows: Sequence[dict[str, Any]]
+    ) -> dict[str, float]:
+        """Let the teacher's signal (nats per token) take the place of the reward of rows, one of
+        each group, and return its metrics.
+
+        On completions of the policy its mean estimates -KL(policy, teacher) per token.
+        """
+        limit = self._prepared.shared_vocabulary or sys.maxsize
+        known = [
+            i
+            for i, group in enumerate(groups)
+            if group.answers and max(group.answers[0].tokens, default=limit) < limit
+        ]
+        examples = [groups[i].unit("demonstration", 0) for i in known]
+        signals = self._state.objective.token_signals(examples) if examples else []
+        for row in rows:
+            row.pop("reward", None)
+        for i, values in zip(known, signals, strict=True):
+            rows[i]["reward"] = fmean(values)
+        every = [x for values in signals for x in values]
+        if not every:
+            return {}
+        return {"signal/mean": fmean(every), "signal/size": fmean(map(abs, every))}
 
     def _row(self, prompt: RolloutPrompt, completion: Completion, score: Score) -> dict[str, Any]:
         example = prompt.example
