@@ -12,7 +12,7 @@ import pytest
 
 from tests.reports.synthetic import AUDIT
 from tests.reports.test_signs import Json, ended, healthy, logged
-from valence.methods import METHODS, ONLINE, Method
+from valence.methods import METHODS, ONLINE, WITHOUT_REWARD, Method
 from valence.reports.diagnostics import Advice, CollapseDetector, diagnose
 from valence.reports.run_record import RunRecord
 
@@ -88,7 +88,7 @@ ROUNDS: dict[str, Change] = {
 CASES: dict[str, tuple[str, dict[str, Change], list[Method]]] = {
     "thumbs": ("thumbs", THUMBS, [m for m in METHODS.values() if m.kind == "judgement"]),
     "pairs": ("pairs", PAIRS, [m for m in METHODS.values() if m.kind == "preference"]),
-    "online": ("own", ROUNDS, list(ONLINE.values())),
+    "online": ("own", ROUNDS, [m for m in ONLINE.values() if m.name not in WITHOUT_REWARD]),
 }
 
 

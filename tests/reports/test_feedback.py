@@ -118,7 +118,7 @@ def test_rows_are_listed_by_their_signal_before_training() -> None:
 def test_a_signal_is_no_evidence_of_better_answers(run: RunRecord) -> None:
     verdict = run_verdict(run)
     assert verdict.state == "unmeasured"
-    assert "feedback" in verdict.sentence
+    assert "did not write" in verdict.sentence
     assert "0.0" in verdict.sentence
     assert any(verdict.text in line for line in outputs(run.path))
 

@@ -57,6 +57,8 @@ class Advice:
         teacher: str = "",
     ) -> None:
         self.method, self.settings = method, frozenset(settings)
+        if "target" in self.settings:  # the beta of a divergence does not bound the policy
+            self.settings -= {"beta"}
         self.length_setting, self.teacher = length_setting, teacher
 
     @classmethod
