@@ -4,13 +4,18 @@ however the vocabulary is divided.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiny_models import tiny
+from tests.units import units_for
+from valence.batching.micro_batches import StepPacker
 from valence.models import head as head_module
+from valence.models.build import build_policy
 from valence.models.divergence import (
     Distributions,
     TeacherDistributions,
@@ -18,6 +23,7 @@ from valence.models.divergence import (
     top_k_divergence,
 )
 from valence.models.head import Head
+from valence.models.reference import AdapterDisabledReference
 
 TOKENS, WIDTH, TEACHER_WIDTH = 7, 16, 24
 
@@ -138,3 +144,20 @@ def test_tokens_without_probability_add_nothing() -> None:
         torch.testing.assert_close(
             complete, distribution_divergence(log_p[:, :2], log_q[:, :2], beta)
         )
+
+
+def test_an_adapter_of_the_head_is_none_of_the_teachers() -> None:
+    lora: Any = SimpleNamespace(rank=2, alpha=4, dropout=0.0, targets=["lm_head"])
+    policy = build_policy(tiny(layers=1), dtype=torch.float64, lora=lora)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    packer = StepPacker(units_for("sft", 3, 0))
+    batch = packer.host_micro_batch(packer.example_indices)
+    reference, rows = AdapterDisabledReference(policy), batch.scored
+    distributions = reference.distributions(batch, rows)
+    teacher = TeacherDistributions(distributions, distributions.vocabulary)
+    head, states, _ = policy.distributions(batch, rows)
+    result = teacher.divergence(head, states, batch.tokens[rows])
+    torch.testing.assert_close(result.teacher, reference(batch)[rows])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,10 @@ class AdapterDisabledReference:
 
     def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
         with _without_adapter(self.policy.model):
-            return self.policy.distributions(batch, rows)
+            head, *others = self.policy.distributions(batch, rows)
+        # The head is read outside of this block, where its adapter is enabled again.
+        layer: Any = getattr(head.layer, "base_layer", head.layer)
+        return Distributions(replace(head, layer=layer), *others)
 
 
 @contextmanager
