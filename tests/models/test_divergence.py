@@ -112,6 +112,28 @@ def test_in_float32_the_result_is_that_of_float64() -> None:
     torch.testing.assert_close(results[1].double(), results[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [None, 203])
+def test_the_logits_of_bfloat16_weights_are_not_rounded(top_k: int | None) -> None:
+    ours = layer(WIDTH, 203, 0).bfloat16()
+    theirs = layer(WIDTH, 203, 0).bfloat16()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        theirs.weight += 0.05 * torch.randn_like(theirs.weight)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    target = torch.zeros(TOKENS, dtype=torch.long)
+    results: list[Tensor] = []
+    for dtype in (torch.bfloat16, torch.float64):
+        states, rounds = hidden.to(dtype), dtype == torch.bfloat16
+        distributions = Distributions(
+            Head(theirs.to(dtype), rounds_to_bfloat16=rounds), states, 203
+        )
+        teacher = TeacherDistributions(distributions, 203, top_k=top_k)
+        head = Head(ours.to(dtype), rounds_to_bfloat16=rounds)
+        results.append(teacher.divergence(head, states, target).divergence.detach())
+    assert results[0].dtype == torch.float32
+    torch.testing.assert_close(results[0].double(), results[1], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_equal_models_have_no_divergence_and_no_gradient(beta: float) -> None:
     ours = layer(WIDTH, 203, 0)

@@ -138,7 +138,7 @@ def test_the_values_of_stored_tokens_are_cached(place: Path) -> None:
 
 def test_the_cache_of_another_run(place: Path) -> None:
     settings = recipe(loss={"target": "token"}, reference={"cache": "cached"})
-    scored = score(settings)
+    scored = score(settings)  # type: ignore[arg-type]
     assert (scored.misses, scored.hits) == (12, 36)
     run, _ = train(settings)
     assert (run.reference.misses, run.reference.hits) == (0, 48)  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ def test_the_cache_of_another_run(place: Path) -> None:
 
 def test_distributions_are_not_cached(place: Path) -> None:
     with raises_error("nothing-to-score", where="loss.target"):
-        score(recipe())
+        score(recipe())  # type: ignore[arg-type]
     with raises_error("setting-no-effect", where="reference.cache"):
         train(recipe(reference={"cache": "cached"}))
     train(recipe(train={"epochs": 1}))

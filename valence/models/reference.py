@@ -56,10 +56,11 @@ class AdapterDisabledReference:
 
     def distributions(self, batch: MicroBatch, rows: Tensor) -> Distributions:
         with _without_adapter(self.policy.model):
-            head, *others = self.policy.distributions(batch, rows)
+            distributions = self.policy.distributions(batch, rows)
         # The head is read outside of this block, where its adapter is enabled again.
+        head = distributions.head
         layer: Any = getattr(head.layer, "base_layer", head.layer)
-        return Distributions(replace(head, layer=layer), *others)
+        return distributions._replace(head=replace(head, layer=layer))
 
 
 @contextmanager
