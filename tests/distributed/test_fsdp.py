@@ -63,6 +63,8 @@ ON_TWO = [
     Case("dpo", checkpointing="selective_op"),
     Case("kto", lora=True, dtype=torch.bfloat16, checkpointing="selective_op"),
     Case("aot_unpaired", rows=3, lora=True, checkpointing="selective_op"),
+    Case("distill", rows=1),
+    Case("distill", lora=True),
     *NARROW,
 ]
 PLAIN = [
@@ -72,7 +74,7 @@ PLAIN = [
 ]
 
 
-QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
+QUICK = [Case("dpo"), Case("kto", lora=True, follows=True), Case("distill")]
 
 
 @pytest.mark.parametrize(("size", "cases", "sharded"), [

@@ -4,13 +4,18 @@ however the vocabulary is divided.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiny_models import tiny
+from tests.units import units_for
+from valence.batching.micro_batches import StepPacker
 from valence.models import head as head_module
+from valence.models.build import build_policy
 from valence.models.divergence import (
     Distributions,
     TeacherDistributions,
@@ -19,6 +24,7 @@ from valence.models.divergence import (
     top_k_divergence,
 )
 from valence.models.head import Head
+from valence.models.reference import AdapterDisabledReference
 
 TOKENS, WIDTH, TEACHER_WIDTH = 7, 16, 24
 
@@ -107,6 +113,28 @@ def test_in_float32_the_result_is_that_of_float64() -> None:
     torch.testing.assert_close(results[1].double(), results[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [None, 203])
+def test_the_logits_of_bfloat16_weights_are_not_rounded(top_k: int | None) -> None:
+    ours = layer(WIDTH, 203, 0).bfloat16()
+    theirs = layer(WIDTH, 203, 0).bfloat16()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        theirs.weight += 0.05 * torch.randn_like(theirs.weight)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    target = torch.zeros(TOKENS, dtype=torch.long)
+    results: list[Tensor] = []
+    for dtype in (torch.bfloat16, torch.float64):
+        states, rounds = hidden.to(dtype), dtype == torch.bfloat16
+        distributions = Distributions(
+            Head(theirs.to(dtype), rounds_to_bfloat16=rounds), states, 203
+        )
+        teacher = TeacherDistributions(distributions, 203, top_k=top_k)
+        head = Head(ours.to(dtype), rounds_to_bfloat16=rounds)
+        results.append(teacher.divergence(head, states, target).divergence.detach())
+    assert results[0].dtype == torch.float32
+    torch.testing.assert_close(results[0].double(), results[1], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_equal_models_have_no_divergence_and_no_gradient(beta: float) -> None:
     ours = layer(WIDTH, 203, 0)
@@ -161,3 +189,20 @@ def test_tokens_without_probability_add_nothing() -> None:
         torch.testing.assert_close(
             complete, distribution_divergence(log_p[:, :2], log_q[:, :2], beta)
         )
+
+
+def test_an_adapter_of_the_head_is_none_of_the_teachers() -> None:
+    lora: Any = SimpleNamespace(rank=2, alpha=4, dropout=0.0, targets=["lm_head"])
+    policy = build_policy(tiny(layers=1), dtype=torch.float64, lora=lora)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    packer = StepPacker(units_for("sft", 3, 0))
+    batch = packer.host_micro_batch(packer.example_indices)
+    reference, rows = AdapterDisabledReference(policy), batch.scored
+    distributions = reference.distributions(batch, rows)
+    teacher = TeacherDistributions(distributions, distributions.vocabulary)
+    head, states, _ = policy.distributions(batch, rows)
+    result = teacher.divergence(head, states, batch.tokens[rows])
+    torch.testing.assert_close(result.teacher, reference(batch)[rows])

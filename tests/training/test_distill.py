@@ -17,6 +17,7 @@ from tests.rollouts.vllm_server import Drop, Fake, serving
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.resuming import killed, records, train, weights
+from valence.training.reference_cache import score
 from valence.training.trainer import Trainer
 
 DEMONSTRATIONS = [
@@ -163,6 +164,23 @@ def test_feedback_and_another_model_as_teacher(place: Path) -> None:
 def test_the_values_of_stored_tokens_are_cached(place: Path) -> None:
     run, _ = train(recipe(loss={"target": "token"}))
     assert (run.reference.misses, run.reference.hits) == (12, 36)  # type: ignore[union-attr]
+
+
+def test_the_cache_of_another_run(place: Path) -> None:
+    settings = recipe(loss={"target": "token"}, reference={"cache": "cached"})
+    scored = score(settings)  # type: ignore[arg-type]
+    assert (scored.misses, scored.hits) == (12, 36)
+    run, _ = train(settings)
+    assert (run.reference.misses, run.reference.hits) == (0, 48)  # type: ignore[union-attr]
+
+
+def test_distributions_are_not_cached(place: Path) -> None:
+    with raises_error("nothing-to-score", where="loss.target"):
+        score(recipe())  # type: ignore[arg-type]
+    with raises_error("setting-no-effect", where="reference.cache"):
+        train(recipe(reference={"cache": "cached"}))
+    train(recipe(train={"epochs": 1}))
+    assert not Path("run/reference").exists()
 
 
 @pytest.mark.parametrize("loss", [{}, {"beta": 0.3}, {"top_k": 7}, {"target": "token"}])

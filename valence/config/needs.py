@@ -55,6 +55,19 @@ def reads_reference(recipe: Recipe) -> bool:
     return recipe.measures_kl
 
 
+def caches_reference(recipe: Recipe) -> bool:
+    """Whether the losses read log-probabilities of the reference or teacher that are cached: those
+    of stored completions.
+    """
+    settings = recipe.loss, *(part.loss for part in recipe.mix)
+    methods = methods_in(recipe)
+    return not methods[0].online and any(
+        method.loss.needs_reference
+        or (method.loss.needs_teacher and not method.loss.compares_distributions(values))
+        for method, values in zip(methods, settings, strict=True)
+    )
+
+
 def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     """The token columns that an online method needs for its completions.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from valence.config.needs import has_fixed_teacher, has_teacher, other_text
+from valence.config.needs import caches_reference, has_fixed_teacher, has_teacher, other_text
 from valence.config.schema import SELF, Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
@@ -130,6 +130,12 @@ def _reference(c: Case) -> Iterator[Issue]:
             "second model",
             fix="set rollout.measure_kl: true",
         )
+    elif not c.method.online and not caches_reference(c.recipe):
+        yield no_effect(
+            "reference.cache",
+            why="no loss reads log-probabilities of stored completions",
+            fix="set loss.target: token",
+        )
     if c.method.online:
         yield no_effect(
             "reference.cache",
@@ -139,7 +145,12 @@ def _reference(c: Case) -> Iterator[Issue]:
 
 def _other_teacher(c: Case) -> Iterator[Issue]:
     """Of a teacher that is another model."""
-    yield no_effect("reference", why="the teacher takes the place of the reference")
+    yield no_effect(
+        "reference.model",
+        "reference.sync_every",
+        "reference.sync_mix",
+        why="the teacher takes the place of the reference",
+    )
     if c.recipe.rollout.measure_kl is True:
         yield conflict(
             "rollout.measure_kl",

@@ -76,6 +76,8 @@ def shard(
     for name in FORWARD_METHODS:
         register_fsdp_forward_method(policy, name)
         setattr(policy, name, partial(_run_and_reshard, policy, getattr(policy, name)))
+    # The head that it returns is read later, and so its weights stay gathered.
+    register_fsdp_forward_method(policy, "distributions")
     policy.register_forward_hook(_reshard)
     policy.compute_device = group.device
     policy.is_sharded, policy.sum_every_backward = True, sum_every_backward

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from valence.models import gradients
@@ -178,8 +179,15 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 def _log_softmax(head: Head, hidden: Tensor, vocabulary: int) -> Tensor:
     """The log-probabilities [n, vocabulary] of hidden[n, h], all at once."""
-    logits = head.layer(hidden.to(next(head.layer.parameters()).dtype))[:, :vocabulary]
-    logits = head.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
+    stored = next(head.layer.parameters()).dtype
+    dtype = torch.promote_types(torch.float32, stored)
+    if head.is_linear:  # whose output would be rounded to the dtype of its weights
+        weight, bias = head.local_weights
+        bias = None if bias is None else bias[:vocabulary].to(dtype)
+        logits = linear(hidden.to(dtype), weight[:vocabulary].to(dtype), bias)
+    else:
+        logits = head.layer(hidden.to(stored))[:, :vocabulary].to(dtype)
+    logits = head.finish(logits)
     shifted = logits - logits.detach().amax(-1, keepdim=True)
     # The rounding errors of torch.log_softmax would all have the same sign.
     return shifted - shifted.exp().sum(-1, keepdim=True).log()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +60,11 @@ class AdapterDisabledReference:
 
     def distributions(self, batch: MicroBatch, rows: Tensor, top_k: int | None) -> Distributions:
         with _without_adapter(self.policy.model):
-            return self.policy.distributions(batch, rows)
+            distributions = self.policy.distributions(batch, rows)
+        # The head is read outside of this block, where its adapter is enabled again.
+        head = distributions.head
+        layer: Any = getattr(head.layer, "base_layer", head.layer)
+        return distributions._replace(head=replace(head, layer=layer))
 
 
 @contextmanager

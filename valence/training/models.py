@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from valence.config.needs import caches_reference
 from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
 from valence.distributed.context_parallel import context_parallel
@@ -419,8 +420,8 @@ def _with_cache(
     again: loads the reference once more. agree: whether any process says yes.
     """
     cache = recipe.reference.cache
-    # rollouts differ in each round
-    if cache == "off" or recipe.reference.sync_every is not None or recipe.reward:
+    is_synced = recipe.reference.sync_every is not None
+    if cache == "off" or is_synced or not caches_reference(recipe):
         return built
     name = recipe.reference_model[1] or recipe.model.name
     about = f"{name} in {recipe.model.quantize or recipe.model.dtype}"

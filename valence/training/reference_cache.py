@@ -12,7 +12,7 @@ from rich.console import Console
 
 from valence.batching.micro_batches import for_teacher
 from valence.config.load import load_recipe
-from valence.config.needs import method_in, reads_reference
+from valence.config.needs import caches_reference, method_in, reads_reference
 from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
 from valence.distributed.process_group import Group, SingleProcess, gather_objects
@@ -62,6 +62,13 @@ def score(
                 code="nothing-to-score",
                 where="method",
                 fix="skip this command: `valence train` needs no reference cache for this method",
+            )
+        if not caches_reference(source.recipe):
+            raise UserError(
+                f"{source.recipe.method} compares distributions, which are not cached",
+                code="nothing-to-score",
+                where="loss.target",
+                fix="skip this command, or set loss.target: token",
             )
         if source.recipe.reference.sync_every is not None:
             raise UserError(
