@@ -153,10 +153,20 @@ class Loss:
         """Whether it reads the teacher's log-probabilities."""
         return not {"teacher_t", "teacher", "divergence_t"}.isdisjoint(self.reads)
 
+    def divergence(self, settings: Settings) -> tuple[float, int | None] | None:
+        """``beta`` and ``top_k`` of the divergence between the distributions of teacher and policy;
+        None if it does not read that.
+        """
+        if "divergence_t" not in self.reads:
+            return None
+        if self.fn is not distillation.from_teacher:  # whose settings may mean something else
+            return 1.0, None
+        is_read = settings["target"] == "distribution"
+        return (settings["beta"], settings["top_k"]) if is_read else None
+
     def compares_distributions(self, settings: Settings) -> bool:
         """Whether it compares the distributions of teacher and policy at each token."""
-        is_on = settings.get("target", "distribution") == "distribution"
-        return is_on and "divergence_t" in self.reads
+        return self.divergence(settings) is not None
 
     def refers(self, settings: Settings) -> bool:
         """Whether it reads the reference even if the sampling policy's log-probabilities are known."""

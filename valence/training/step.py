@@ -237,8 +237,8 @@ class Objective:
                 with rounds.running(), torch.set_grad_enabled(backward):
                     ref = self.reference_logps(batch, is_dummy=is_dummy)
                     teacher = None
-                    if loss.compares_distributions(settings):
-                        teacher = self._teacher_distributions(batch, is_dummy=is_dummy)
+                    if (divergence := loss.divergence(settings)) is not None:
+                        teacher = self._teacher_distributions(batch, *divergence, is_dummy=is_dummy)
                     elif loss.needs_teacher:
                         batch = self._with_teacher(batch, is_dummy=is_dummy)
                     out = policy(batch, () if is_dummy else outputs, teacher)
@@ -425,10 +425,9 @@ class Objective:
         return replace(batch, token_columns={**batch.token_columns, "teacher": logp[rows]})
 
     def _teacher_distributions(
-        self, batch: MicroBatch, *, is_dummy: bool
+        self, batch: MicroBatch, beta: float, top_k: int | None, *, is_dummy: bool
     ) -> TeacherDistributions | None:
         """Return the teacher's distributions at the tokens of a micro-batch; None for a dummy."""
-        top_k = self.settings.get("top_k")
         with self._as_teacher():
             source = (self.teacher or self.policy).distributions(*_read_by_teacher(batch), top_k)
         if is_dummy:
@@ -436,7 +435,7 @@ class Objective:
         vocabulary = self.policy.vocabulary
         if isinstance(source, Distributions):
             vocabulary = min(vocabulary, source.vocabulary, self.shared_vocabulary or vocabulary)
-        return TeacherDistributions(source, vocabulary, self.settings.get("beta", 1.0), top_k)
+        return TeacherDistributions(source, vocabulary, beta, top_k)
 
     @contextmanager
     def _as_teacher(self) -> Iterator[None]:
