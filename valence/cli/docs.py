@@ -94,7 +94,7 @@ def _custom_method(name: str) -> Method:
 
 def _print_lists() -> None:
     from valence.cli.explain import method_doc
-    from valence.methods import METHODS, ONLINE
+    from valence.methods import METHODS, ONLINE, WITHOUT_REWARD
     from valence.rewards.build import KINDS
     from valence.rewards.rules import RULES
     from valence.shipped import pages, recipes, title
@@ -109,7 +109,12 @@ def _print_lists() -> None:
             method_doc(method).summary,
         )
     console.print(table)
-    print_message(console, f"\nOnline methods, which need a reward: {', '.join(ONLINE)}.\n")
+    rewarded = [name for name in ONLINE if name not in WITHOUT_REWARD]
+    print_message(
+        console,
+        f"\nOnline methods, which need a reward: {', '.join(rewarded)}. Without a reward: "
+        f"{', '.join(WITHOUT_REWARD)}.\n",
+    )
     table = Table("reward rule", "score", box=None, pad_edge=False)
     for rule, make in RULES.items():
         table.add_row(rule, " ".join((make.__doc__ or "").partition("\n\n")[0].split()))
@@ -165,10 +170,12 @@ def _explain(method: Method) -> None:
         online_facts,
         online_method,
     )
+    from valence.methods import WITHOUT_REWARD
 
     online = online_method(method)
     if method.online:
-        _print_text("Trains on completions that the policy samples and a reward scores.")
+        rewards = "; needs no reward" if method.name in WITHOUT_REWARD else " and a reward scores"
+        _print_text(f"Trains on completions that the policy samples{rewards}.")
         _print_doc(builder_doc(method))
         _print_text(f"The loss is {loss_name(method)}:")
     _print_doc(method_doc(method))
@@ -177,7 +184,10 @@ def _explain(method: Method) -> None:
     if method.online or online is None:
         return
     console.print()
-    _print_text(f"With a reward, the method is {online.name}, which samples completions:")
+    if online.name in WITHOUT_REWARD:
+        _print_text(f"The method {online.name} samples completions, and needs no reward:")
+    else:
+        _print_text(f"With a reward, the method is {online.name}, which samples completions:")
     _print_doc(builder_doc(online))
     _print_facts(online_facts(online))
     _settings(online, added(online))
