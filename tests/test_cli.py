@@ -22,7 +22,7 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.common import NOTHING_STARTED
-from valence.methods import METHODS, ONLINE
+from valence.methods import METHODS, ONLINE, WITHOUT_REWARD
 from valence.reports.run_record import RunRecord
 from valence.reports.verdict import held_out_verdict, outputs, run_verdict
 from valence.training import plan
@@ -443,13 +443,18 @@ def test_a_setting_is_explained_in_full_and_a_section_in_short(
     shown = explained("model.lora", capsys)
     assert "model.lora.rank" in shown
     assert "model.name" not in shown
-    error = command_error("docs", "loss.beta")
-    check_error(error, "argument-invalid", where="NAME", fix="valence docs METHOD")
+    shown = " ".join(explained("loss.beta", capsys).split())
+    assert "loss.beta of kto, online_kto: a number above 0. Default: 0.1." in shown
+    assert "loss.beta of hindsight, distill, online_distill: a number of at least 0" in shown
+    error = command_error("docs", "loss.betta")
+    check_error(error, "argument-invalid", where="NAME", fix="valence docs loss.beta")
 
 
 def test_losses_lists_the_methods_of_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("docs") == 0
-    assert ", ".join(ONLINE) in " ".join(capsys.readouterr().out.split())
+    listed = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(name for name in ONLINE if name not in WITHOUT_REWARD) in listed
+    assert "Without a reward: online_distill." in listed
 
 
 FEW = ("rejection", "ppo", "grpo", "online_dpo", "online_kto")

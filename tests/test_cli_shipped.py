@@ -37,6 +37,8 @@ def test_recipes_are_listed_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     check_error(error, "path-exists", where=str(path))
     error = command_error("init", "--recipe", "kot")
     check_error(error, "argument-invalid", where="--recipe", fix="use kto")
+    error = command_error("init", "--recipe", "online_distill")
+    check_error(error, "argument-invalid", where="--recipe", fix="use distill")
     error = command_error("init", "rows.jsonl", "--recipe", "kto")
     check_error(error, "option-conflict", where="FILE")
 

@@ -41,7 +41,7 @@ def test_inspect_shows_where_the_feedback_landed(
     monkeypatch.setenv("NO_COLOR", "1")
     assert valence("inspect", "recipe.yaml", "--row", "3", "--signal") == 0
     shown = capsys.readouterr().out
-    for expected in ("prompt of the teacher", "no,·about·2", "signal of the feedback: mean"):
+    for expected in ("prompt of the teacher", "no,·about·2", "signal of the teacher: mean"):
         assert expected in shown
 
     plain = tokens_of(capsys, "recipe.yaml")

@@ -31,7 +31,8 @@ def recipe_text(name: str) -> str:
     Raises UserError for an unknown name.
     """
     if name not in recipes():
-        near = get_close_matches(name, recipes(), n=1)
+        bare = name.removeprefix("online_")
+        near = [bare] if bare in recipes() else get_close_matches(name, recipes(), n=1)
         raise UserError(
             f"there is no recipe {name!r}",
             code="argument-invalid",

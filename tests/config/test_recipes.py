@@ -7,13 +7,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.large_models import SHAPES, plan_large, use_gpus
 from valence.config.load import load_recipe
 from valence.config.needs import method_in
-from valence.methods import METHODS, ONLINE
+from valence.methods import METHODS, ONLINE, Method
 from valence.models.memory import Split
 from valence.training.plan import Plan
 
@@ -39,6 +40,12 @@ def test_every_kind_of_rows_has_a_recipe():
     }
 
 
+def teacher_for(method: Method) -> dict[str, Any]:
+    """The section that distillation needs too."""
+    needs_model = method.loss.needs_teacher and method.loss.data != "feedback"
+    return {"teacher": {"model": "some/teacher"}} if needs_model else {}
+
+
 @pytest.mark.parametrize("name", ONLINE)
 def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "prompts.jsonl")
@@ -47,6 +54,7 @@ def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str)
         "model": {"name": "some/model"},
         "data": {"train": rows},
         "reward": "vader",
+        **teacher_for(ONLINE[name]),
     }
     loaded = load_recipe(settings)
     assert loaded.recipe.loss.keys() >= ONLINE[name].loss.settings.keys()
@@ -55,9 +63,13 @@ def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "feedback.jsonl")
-    loaded = load_recipe(
-        {"method": name, "model": {"name": "some/model"}, "data": {"train": rows}},
-    )
+    settings = {
+        "method": name,
+        "model": {"name": "some/model"},
+        "data": {"train": rows},
+        **teacher_for(METHODS[name]),
+    }
+    loaded = load_recipe(settings)
     assert loaded.recipe.loss.keys() == METHODS[name].loss.settings.keys()
 
 

@@ -84,7 +84,7 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     "feedback": (
         "Losses for feedback in words",
         "These losses train on completions with what their readers wrote about them. The teacher "
-        "is the model itself, which also reads the feedback. "
+        "is the model itself or another model, and also reads the feedback. "
         "[Learn from what people write](../train/hindsight.md) explains the method.",
         lambda m: m.kind == "feedback",
     ),
@@ -139,6 +139,7 @@ LABELS = {
     "rows": "Rows",
     "optional columns": "Optional columns",
     "reference": "Reference model",
+    "teacher": "Teacher",
     "reads": "Reads",
     "advantage": "Advantage",
     "average": "Average",

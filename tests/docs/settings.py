@@ -59,7 +59,7 @@ SECTIONS = {
     "method": "The method",
     "model": "The model to train",
     "reference": "The reference model",
-    "teacher": "The teacher of hindsight",
+    "teacher": "The teacher of hindsight and distillation",
     "data": "Training, evaluation and test rows",
     "loss": "The loss",
     "train": "Optimizer and steps",

@@ -285,6 +285,9 @@ def test_a_file_of_which_most_rows_cannot_be_used_gets_no_recipe() -> None:
 def test_what_no_recipe_can_be_written_for() -> None:
     with raises_error("init-prompts", fix="valence init --recipe online_grpo"):
         write_recipe(write(PROMPTS), Path("recipe.yaml"))
+    for method in ("distill", "online_distill"):
+        with raises_error("init-teacher", fix="valence init --recipe distill"):
+            write_recipe(write(PROMPTS), Path("recipe.yaml"), method=method)
     with raises_error("file-not-found"):
         write_recipe(DataFile("missing.jsonl"), Path("recipe.yaml"))
     with raises_error("format-unknown-columns"):

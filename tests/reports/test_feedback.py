@@ -197,3 +197,15 @@ def test_the_model_card_has_the_test_and_no_feedback() -> None:
     assert SENTENCE in card
     used = {"train": {**TEST["train"], "is_used": True}}
     assert SENTENCE not in model_card(replace(FACTS, feedback_test=used))
+
+
+def test_a_teacher_that_is_another_model_reads_no_feedback(run: RunRecord) -> None:
+    config = {**run.config, "method": "distill", "teacher": {"model": "org/large"}}
+    rows = [{**row, "reward": 0.0} for row in feedback_rows(1.0)]
+    run = replace(run, config=config, first={**measured(0, 1.0), "rows": rows})
+    run = replace(run, facts={k: v for k, v in run.facts.items() if k != "feedback_test"})
+    assert diagnose(run) == []
+    assert "Signal of the teacher" in report_markdown(run)
+    page = render_report(run).partition("plotly")[0]
+    assert ">Teacher<" in page
+    assert "Feedback" not in page

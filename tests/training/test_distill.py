@@ -266,9 +266,9 @@ def test_a_teacher_on_a_server(place: Path, method: str, loss: dict[str, Any]) -
         teacher = {"model": fake.url}
         run, _ = train(recipe(method, loss=loss, teacher=teacher, run={"dir": "remote"}))
         assert metrics(run, "loss") == pytest.approx(expected, rel=1e-4)
-        asked = fake.paths().count("/inference/v1/generate")
+        num_requests = fake.paths().count("/inference/v1/generate")
     if loss == {"target": "token"} and method == "distill":
-        assert asked == len(DEMONSTRATIONS)  # later epochs read the cache
+        assert num_requests == len(DEMONSTRATIONS)  # later epochs read the cache
 
 
 def test_a_server_that_is_lost_is_asked_again(place: Path) -> None:

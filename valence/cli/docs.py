@@ -42,7 +42,7 @@ def docs(
     from valence.config.describe import settings_table
     from valence.methods import METHODS, ONLINE, method_of
     from valence.rewards.rules import RULES
-    from valence.shipped import find_page, page_names
+    from valence.shipped import find_page
 
     if name is None:
         _print_lists()
@@ -62,22 +62,33 @@ def docs(
             write_line(text.rstrip())
     elif rows := [row for row in settings_table() if f"{row.name}.".startswith(f"{name}.")]:
         _explain_settings(name, rows)
+    elif by_method := _loss_settings(name):
+        _explain_loss_setting(by_method)
     elif texts := error_texts(name):
         for text in texts:
             fix = f"\n  to fix it: {text.fix}" if text.fix else ""
             print_message(console, f"{text.message or '...'}{fix}\n")
     else:
-        near = get_close_matches(name, (*METHODS, *ONLINE, *RULES, *page_names()), n=1)
-        if name.startswith("loss."):
-            near = ["METHOD"]
-        raise UserError(
-            f"there is no method, setting, reward rule, page or error code {name!r}",
-            code="argument-invalid",
-            where="NAME",
-            fix=f"did you mean `valence docs {near[0]}`?"
-            if near
-            else "choose one that `valence docs` lists",
-        )
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> UserError:
+    """The error for a name that stands for nothing, with the nearest one."""
+    from valence.methods import METHODS, ONLINE
+    from valence.rewards.rules import RULES
+    from valence.shipped import page_names
+
+    near = get_close_matches(name, (*METHODS, *ONLINE, *RULES, *page_names()), n=1)
+    if name.startswith("loss."):
+        near = get_close_matches(name, _names_of_loss_settings(), n=1) or ["METHOD"]
+    return UserError(
+        f"there is no method, setting, reward rule, page or error code {name!r}",
+        code="argument-invalid",
+        where="NAME",
+        fix=f"did you mean `valence docs {near[0]}`?"
+        if near
+        else "choose one that `valence docs` lists",
+    )
 
 
 def _custom_method(name: str) -> Method:
@@ -94,7 +105,7 @@ def _custom_method(name: str) -> Method:
 
 def _print_lists() -> None:
     from valence.cli.explain import method_doc
-    from valence.methods import METHODS, ONLINE
+    from valence.methods import METHODS, ONLINE, WITHOUT_REWARD
     from valence.rewards.build import KINDS
     from valence.rewards.rules import RULES
     from valence.shipped import pages, recipes, title
@@ -109,7 +120,12 @@ def _print_lists() -> None:
             method_doc(method).summary,
         )
     console.print(table)
-    print_message(console, f"\nOnline methods, which need a reward: {', '.join(ONLINE)}.\n")
+    rewarded = [name for name in ONLINE if name not in WITHOUT_REWARD]
+    print_message(
+        console,
+        f"\nOnline methods, which need a reward: {', '.join(rewarded)}. Without a reward: "
+        f"{', '.join(WITHOUT_REWARD)}.\n",
+    )
     table = Table("reward rule", "score", box=None, pad_edge=False)
     for rule, make in RULES.items():
         table.add_row(rule, " ".join((make.__doc__ or "").partition("\n\n")[0].split()))
@@ -141,6 +157,36 @@ def _explain_settings(name: str, rows: Sequence[SettingRow]) -> None:
         console.print(table)
 
 
+def _loss_settings(name: str) -> dict[str, SettingRow]:
+    """The setting of the section `loss` with this name, by method."""
+    from valence.config.describe import settings_table
+    from valence.methods import METHODS, ONLINE
+
+    return {
+        method: row
+        for method, entry in (METHODS | ONLINE).items()
+        for row in settings_table(entry.settings, "loss.")
+        if row.name == name
+    }
+
+
+def _names_of_loss_settings() -> set[str]:
+    from valence.methods import METHODS, ONLINE
+
+    methods = (METHODS | ONLINE).values()
+    return {f"loss.{name}" for method in methods for name in method.settings.model_fields}
+
+
+def _explain_loss_setting(by_method: Mapping[str, SettingRow]) -> None:
+    """Print a setting of the section `loss`, once for all methods where it is the same."""
+    methods_of: dict[SettingRow, list[str]] = {}
+    for method, row in by_method.items():
+        methods_of.setdefault(row, []).append(method)
+    for row, methods in methods_of.items():
+        _print_text(f"{row.name} of {', '.join(methods)}: {row.type}. Default: {row.default}.")
+        _print_text(row.meaning)
+
+
 def _explain_rule(name: str) -> None:
     from valence.config.describe import settings_table
     from valence.rewards.rules import RULES, settings_of
@@ -165,10 +211,12 @@ def _explain(method: Method) -> None:
         online_facts,
         online_method,
     )
+    from valence.methods import WITHOUT_REWARD
 
     online = online_method(method)
     if method.online:
-        _print_text("Trains on completions that the policy samples and a reward scores.")
+        rewards = "; needs no reward" if method.name in WITHOUT_REWARD else " and a reward scores"
+        _print_text(f"Trains on completions that the policy samples{rewards}.")
         _print_doc(builder_doc(method))
         _print_text(f"The loss is {loss_name(method)}:")
     _print_doc(method_doc(method))
@@ -177,7 +225,10 @@ def _explain(method: Method) -> None:
     if method.online or online is None:
         return
     console.print()
-    _print_text(f"With a reward, the method is {online.name}, which samples completions:")
+    if online.name in WITHOUT_REWARD:
+        _print_text(f"The method {online.name} samples completions, and needs no reward:")
+    else:
+        _print_text(f"With a reward, the method is {online.name}, which samples completions:")
     _print_doc(builder_doc(online))
     _print_facts(online_facts(online))
     _settings(online, added(online))

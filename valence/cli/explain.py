@@ -10,7 +10,7 @@ from valence.data.kind_names import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier
-from valence.methods import METHODS, ONLINE, Method, method_of
+from valence.methods import METHODS, ONLINE, WITHOUT_REWARD, Method, method_of
 from valence.user_code.settings import setting_docs
 
 AVERAGES: dict[Average, str] = {
@@ -114,6 +114,7 @@ def facts(method: Method) -> dict[str, str]:
         "rows": WORDS[method.kind],
         "optional columns": _columns(method),
         "reference": _reference(method),
+        "teacher": _teacher(method),
         "average": AVERAGES.get(loss.average, loss.average),
         "reads": doc.tensors,
         "advantage": _line(loss.credit.__doc__ or "") if loss.credit and not method.online else "",
@@ -132,10 +133,10 @@ def facts(method: Method) -> dict[str, str]:
 def online_facts(method: Method) -> dict[str, str]:
     """The properties of an online method that differ from those of its loss."""
     reads = method.sample_builder.reads if method.sample_builder else ()
-    needs_reference = method.asks_reference or "ref_t" in reads
+    rewards = "a reward if there is one" if method.name in WITHOUT_REWARD else "the reward"
     items = {
-        "rows": "prompts; other columns are passed to the reward",
-        "reference": "yes" if needs_reference else "only to log the KL (`rollout.measure_kl`)",
+        "rows": f"prompts; other columns are passed to {rewards}",
+        "reference": _online_reference(method),
         "completions": f"`rollout.num_rollouts` per prompt, at least {method.min_rollouts}",
     }
     if "top_n" in reads:
@@ -143,7 +144,7 @@ def online_facts(method: Method) -> dict[str, str]:
             "; trains on the `rollout.top_n` best of groups with different rewards, without "
             "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
         )
-    if method.loss.needs_teacher:
+    if method.loss.needs_teacher and method.loss.data == "feedback":
         items["completions"] += "; without those that have no text for the teacher"
         items["completions"] += " (`teacher.context`)"
     if method.resamples:
@@ -171,8 +172,30 @@ def _reference(method: Method) -> str:
     )
 
 
+def _online_reference(method: Method) -> str:
+    if _has_other_teacher(method):
+        return "no"
+    reads = method.sample_builder.reads if method.sample_builder else ()
+    needs_reference = method.asks_reference or "ref_t" in reads
+    return "yes" if needs_reference else "only to log the KL (`rollout.measure_kl`)"
+
+
+def _has_other_teacher(method: Method) -> bool:
+    """Whether its teacher must be another model."""
+    return method.loss.needs_teacher and method.loss.data != "feedback"
+
+
+def _teacher(method: Method) -> str:
+    if not method.loss.needs_teacher:
+        return ""
+    other = "another model with the same tokens (`teacher.model`)"
+    return other if _has_other_teacher(method) else f"the model itself, or {other}"
+
+
 def _first_step(method: Method) -> str:
     """The direction of a step while policy and reference are equal, or all scores are 0."""
+    if _has_other_teacher(method):
+        return "makes the tokens that the teacher finds likelier more likely"
     sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
     directions = {sides.get(side, side): value for side, value in method.loss.direction.items()}
     changes = [f"{side} {moves[value]}" for side, value in directions.items() if value]

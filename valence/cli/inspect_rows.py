@@ -197,7 +197,7 @@ def _signals(
             f"method: {source.recipe.method} has no teacher, so its tokens have no signal",
             code="option-unused",
             where="--signal",
-            fix="remove --signal, or use a recipe with method: hindsight",
+            fix="remove --signal, or use a recipe with method: hindsight or distill",
         )
     from valence.cli.models import open_run_or_recipe
 

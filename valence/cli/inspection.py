@@ -44,8 +44,8 @@ def inspect(
         bool,
         typer.Option(
             "--signal",
-            help="For hindsight: colour each token of the answer by its signal. Green: the teacher "
-            "finds it more likely. Red: less likely.",
+            help="For methods with a teacher: colour each token of the answer by its signal. "
+            "Green: the teacher finds it more likely. Red: less likely.",
         ),
     ] = False,
     step: Step = None,

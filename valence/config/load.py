@@ -250,7 +250,7 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
                 for key, place in places.items()
             }
         values = _with_list(values, path, name)
-    if values.get("method") in WITHOUT_REWARD and not values.get("reward"):
+    if values.get("method") in tuple(WITHOUT_REWARD) and not values.get("reward"):
         values["reward"] = [{"reward": "zero"}]
     if isinstance(rewards := values.get("reward"), list):
         values["reward"] = [_with_judge(entry) for entry in cast(list[object], rewards)]

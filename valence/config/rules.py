@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from valence.config.describe import as_yaml
 from valence.config.needs import caches_reference, has_fixed_teacher, has_teacher, other_text
 from valence.config.schema import SELF, Issue, ListName, Recipe, conflict, no_effect
 from valence.data.convert import CONVERSIONS
 from valence.data.sources import is_hub_dataset
-from valence.methods import Method
+from valence.methods import WITHOUT_REWARD, Method
 from valence.types import plural
 
 LISTS: tuple[ListName, ...] = ("train", "eval", "test")
@@ -178,23 +179,24 @@ def _teacher(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "teacher",
             why=f"{c.method.name} has no teacher",
-            fix="set method: hindsight",
+            fix="set method: hindsight, distill or online_distill",
         )
         return
     if c.recipe.teacher.model != SELF:
         yield from _other_teacher(c)
-    uses_context = any(m.loss.needs_teacher and m.loss.data == "feedback" for m in c.methods)
+    taught = [method for method in c.methods if method.loss.needs_teacher]
+    uses_context = any(method.loss.data == "feedback" for method in taught)
     if c.recipe.teacher.model == SELF and not uses_context:
         yield conflict(
             "teacher.model",
-            f"the teacher of {c.method.name} is another model",
+            f"{taught[0].name} needs another model as its teacher",
             "set it to the folder or hub id of a larger model with the same tokenizer",
         )
     if not uses_context:
         for name in ("context", "template"):
             yield no_effect(
                 f"teacher.{name}",
-                why=f"the teacher of {c.method.name} reads only the prompt",
+                why=f"the teacher of {taught[0].name} reads only the prompt",
                 fix="set method: hindsight",
             )
         return
@@ -287,9 +289,11 @@ def _losses(c: Case) -> Iterator[Issue]:
             )
         for name, other in method.without_effect(settings).items():
             if settings[name] != method.settings.model_fields[name].get_default():
+                key = other.partition(":")[0]
                 yield no_effect(
                     f"{section}.{name}",
-                    why="the loss does not read it under its other settings",
+                    why=f"with {section}.{key}: {as_yaml(settings[key])}, the loss does not read "
+                    "it",
                     fix=f"set {section}.{other}",
                 )
         for name, other in method.contradictions(settings).items():
@@ -337,7 +341,7 @@ def _train(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "train.max_zero_gradient_steps",
             why=f"it applies to online training, and {c.method.name} trains on stored completions",
-            fix="set reward",
+            fix=_to_sample(c.method),
         )
     if c.recipe.parallel.shards_weights:
         fix = "set parallel.shard: off and parallel.tensor: 1"
@@ -417,6 +421,12 @@ def _eval(c: Case) -> Iterator[Issue]:
         )
 
 
+def _to_sample(method: Method) -> str:
+    """How to train on sampled completions instead of stored ones."""
+    name = f"online_{method.name}"
+    return f"set method: {name}" if name in WITHOUT_REWARD else "set reward"
+
+
 def _rollout(c: Case) -> Iterator[Issue]:
     rollout, method = c.recipe.rollout, c.method
     if not (method.online and method.name == "ppo"):
@@ -431,7 +441,7 @@ def _rollout(c: Case) -> Iterator[Issue]:
         yield no_effect(
             "rollout",
             why=f"{method.name} trains on stored completions, so the policy is not sampled",
-            fix="set reward",
+            fix=_to_sample(method),
         )
         return
     if not method.selects_best:

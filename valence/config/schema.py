@@ -1176,7 +1176,7 @@ class Eval(Section):
     """
     other_text: Text = "auto"
     """Texts that measure forgetting: shipped (40 short texts), a file, or off. auto: shipped for
-    hindsight, else off.
+    methods with a teacher (hindsight, distill, online_distill), else off.
 
     The report shows how much worse the trained model predicts them than the model before training.
     A file has rows of any format, or plain text (.txt) with blank lines between the texts.
@@ -1363,7 +1363,7 @@ class Recipe(Section):
     reference: ReferenceSettings = ReferenceSettings()
     """The model that the policy is compared with."""
     teacher: Teacher = Teacher()
-    """The teacher of hindsight and distill."""
+    """The teacher of hindsight, distill and online_distill."""
     data: Data = Data()
     """Rows for training and evaluation."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])

@@ -26,6 +26,8 @@ METHOD_FOR: dict[Kind, str] = {
     "feedback": "hindsight",
 }
 """The method to suggest for rows of each kind."""
+TEACHER_METHOD_FOR: dict[Kind, str] = {"demonstration": "distill", "prompt": "online_distill"}
+"""The method to suggest for rows of a kind if there is a larger model to learn from."""
 METHOD_WORDS: dict[Kind, str] = {
     "judgement": "thumb vote like rating rated binary feedback label",
     "preference": "pair comparison chosen rejected",

@@ -16,7 +16,7 @@ from valence.data.convert import (
     threshold_setting,
 )
 from valence.data.example_store import ExampleStore
-from valence.data.kind_names import COLUMNS_OF, METHOD_FOR, WORDS
+from valence.data.kind_names import COLUMNS_OF, METHOD_FOR, TEACHER_METHOD_FOR, WORDS
 from valence.errors import UserError
 from valence.types import (
     Demonstration,
@@ -205,7 +205,10 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
         columns = ", ".join(sorted(e.info))
         ways.append(f"keys: {{{keys}: COLUMN}}, if other columns ({columns}) contain the answers")
     is_unlabelled = isinstance(e, Judgement) and e.label is None
-    method = METHOD_FOR["scored" if is_unlabelled else KINDS[type(e)]]
+    actual_kind = "scored" if is_unlabelled else KINDS[type(e)]
+    methods = METHOD_FOR[actual_kind]
+    if other := TEACHER_METHOD_FOR.get(actual_kind):
+        methods += f", or {other} with a larger model as its teacher"
     way = (
         f"set {', or '.join(ways)}"
         if ways
@@ -215,7 +218,7 @@ def _wrong_kind(e: Example, kind: Kind, examples: Iterable[Example]) -> UserErro
         f"the rows contain {_described(e)}, but the method needs {WORDS[kind]}",
         code="kind-mismatch",
         where=str(e.origin),
-        fix=f"{way}; or use a method for such rows, such as {method}",
+        fix=f"{way}; or use a method for such rows, such as {methods}",
     )
 
 

@@ -17,7 +17,7 @@ from valence.config.load import load_recipe
 from valence.data.convert import CONVERSIONS
 from valence.data.formats import UNDECIDED
 from valence.data.importers.sources import command_name, detect_source, is_source, source_name
-from valence.data.kind_names import METHOD_FOR
+from valence.data.kind_names import METHOD_FOR, TEACHER_METHOD_FOR
 from valence.data.kinds import KINDS
 from valence.data.load import (
     DETECT_ROWS,
@@ -104,6 +104,14 @@ def write_recipe(
     Raises UserError if a file is there already, and if no recipe fits its rows.
     """
     check_output(out)
+    if method in TEACHER_METHOD_FOR.values():
+        raise UserError(
+            f"{method} needs another model as its teacher, which a file cannot show",
+            code="init-teacher",
+            where="--method",
+            fix="run `valence init --recipe distill`, and set method, teacher.model and data.train "
+            "in the recipe",
+        )
     file = _recognize(file)
     facts = look_at(file, method_of(method).kind if method else None)
     name, conversion = _choose(facts, method)

@@ -257,7 +257,7 @@ ONLINE: dict[str, Method] = {
     "online_distill": _online("online_distill", LOSSES["distill"]),
     "ppo": _online("ppo", LOSSES["ppo"], defaults={"value": True}, rollout={"epochs": PPO_EPOCHS}),
 }
-"""Methods that train on completions that the policy samples and a reward scores."""
+"""Methods that train on completions that the policy samples."""
 
 WITHOUT_REWARD = frozenset(("online_distill",))
 """Online methods that do not need a reward, which is only reported if there is one."""

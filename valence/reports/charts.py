@@ -369,7 +369,7 @@ LEARNING = (
     ),
     Chart("Log-probability per token", ("logps/token",), "nats"),
     Chart(
-        "Signal of the feedback",
+        "Signal of the teacher",
         ("signal/mean", "signal/size"),
         "log p of the teacher minus log p of the policy: mean, and mean size (nats per token)",
     ),

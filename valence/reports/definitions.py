@@ -22,8 +22,8 @@ DEFINITIONS: dict[str, str] = {
     "likelier.",
     "logps/rejected": "Mean log-probability of rejected answers, in nats per answer.",
     "logps/token": "Mean log-probability per token, in nats. Closer to 0 is likelier.",
-    "signal/mean": "How much likelier the teacher finds a token after reading the feedback, in "
-    "nats. Below 0 where feedback complains.",
+    "signal/mean": "How much likelier the teacher finds a token than the model does, in nats. "
+    "Below 0 where feedback complains.",
     "signal/size": "Mean size of this signal, in nats per token.",
     "signal/clipped": "Share of tokens whose signal is clipped. Should be near 0.",
     "logratio/chosen": "How much likelier chosen answers have become since the start, in nats "

@@ -742,6 +742,8 @@ def _weak_signal(run: RunRecord) -> Iterable[Diagnosis]:
     """
     if run.first is None or run.first["step"] > 0 or not has_signals(run.first):
         return
+    if not run.reads_feedback:
+        return
     signals = [signal for row in run.first["rows"] if (signal := value(row)) is not None]
     share = mean(map(is_weak, signals))
     if share is not None and len(signals) >= MIN_ROWS and share >= LARGE_SHARE:
@@ -767,12 +769,13 @@ def _answers_change_length(run: RunRecord) -> Iterable[Diagnosis]:
         return
     before, after = (sum(map(len, answers)) / len(pairs) for answers in zip(*pairs, strict=True))
     advice = Advice.of(run)
+    asks = "feedback" if run.reads_feedback else "teacher"
     if before > 0 and not 1 / LENGTH_DRIFT < after / before < LENGTH_DRIFT:
         yield Diagnosis(
             "length drift",
             f"Sampled answers had {number(before)} characters on average before training, and have "
             f"{number(after)} after it.",
-            "Read the answers in the report: does the feedback ask for another length? "
+            f"Read the answers in the report: does the {asks} ask for another length? "
             + _sentence(
                 f"lower train.learning_rate or {advice.length_setting}",
                 *advice.against_moving_teacher,

@@ -132,7 +132,7 @@ def render_report(run: RunRecord) -> str:
         "Answers": answers,
         "Curves": _curves(run, charts),
         "Rewards": _rewards(run, charts),
-        "Feedback": _feedback(run, charts),
+        "Feedback" if run.reads_feedback else "Teacher": _teacher(run, charts),
         "Held-out rows": _held_out_rows(run, budget),
         "Training rows": _training_rows(run, budget),
         "Data": _data(run.audit, charts),
@@ -171,7 +171,7 @@ def report_markdown(run: RunRecord) -> str:
         status=run.facts.get("status"),
         held_out=_results_markdown(run),
         test=_measured("test rows", run.test) if run.test else None,
-        feedback=_feedback(run, Charts()),
+        teacher=_teacher(run, Charts()),
         warnings=[
             *run.problems,
             *run.audit_warnings,
@@ -354,9 +354,9 @@ def _rewards(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
     return {"untrained_steps": untrained, "charts": places} if untrained or places else None
 
 
-def _feedback(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
-    """What the feedback of rows says: the test before training, and the signal of each row before
-    and after training, of held-out rows if there are any, else of training rows.
+def _teacher(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
+    """What the teacher says: the test of the feedback before training, and the signal of each row
+    before and after training, of held-out rows if there are any, else of training rows.
     """
     sentences = [
         f"Before training: {test['sentence']}."
@@ -372,6 +372,9 @@ def _feedback(run: RunRecord, charts: Charts) -> dict[str, Any] | None:
     axis = "signal (nats per token)"
     return {
         "sentences": sentences,
+        "who": "teacher, which has read the feedback, finds"
+        if run.reads_feedback
+        else "teacher, compared with the model, finds",
         "header": (
             "held-out rows" if is_held_out else "training rows",
             *(f"step {evaluation['step']}" for evaluation in evaluations),
@@ -582,25 +585,32 @@ def _held_out_rows(run: RunRecord, budget: TextBudget) -> dict[str, Any] | None:
     if run.last is None:
         return None
     step, before = run.last["step"], run.first if run.first is not run.last else None
-    lists = _row_lists(run.last, before, budget, f"eval/step-{step}.json")
+    lists = _row_lists(run, run.last, before, budget, f"eval/step-{step}.json")
     return {"step": step, "lists": lists} if lists else None
 
 
 def _training_rows(run: RunRecord, budget: TextBudget) -> dict[str, Any] | None:
     if run.trained is None:
         return None
-    lists = _row_lists(run.trained, None, budget, "eval/train.json")
+    lists = _row_lists(run, run.trained, None, budget, "eval/train.json")
     return {"count": len(run.trained["rows"]), "lists": lists} if lists else None
 
 
 def _row_lists(
-    evaluation: Json, before: Json | None, budget: TextBudget, file: str
+    run: RunRecord, evaluation: Json, before: Json | None, budget: TextBudget, file: str
 ) -> list[dict[str, Any]]:
     """The lists of an evaluation. before: the first evaluation, if it is another one."""
     earlier_rows = before["rows"] if before else None
     earlier = {row["id"]: row for row in earlier_rows or () if isinstance(row.get("id"), str)}
     is_signal = has_signals(evaluation)
-    choose_rows, reward_name = (signal_lists, "signal") if is_signal else (row_lists, "reward")
+    reward_name = "signal" if is_signal else "reward"
+    groups = (
+        signal_lists(
+            evaluation["rows"], earlier_rows, ROWS_PER_LIST, has_feedback=run.reads_feedback
+        )
+        if is_signal
+        else row_lists(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
+    )
     return [
         {
             "title": group.title,
@@ -618,7 +628,7 @@ def _row_lists(
                 for row, score in group.rows
             ],
         }
-        for group in choose_rows(evaluation["rows"], earlier_rows, ROWS_PER_LIST)
+        for group in groups
     ]
 
 

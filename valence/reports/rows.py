@@ -260,9 +260,13 @@ def row_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) 
     return [group for group in lists if group.rows or group.note == NONE]
 
 
-def signal_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: int) -> list[RowList]:
-    """The rows with feedback that are worth reading, at most ``limit`` of each list, by their
-    signal in the earlier evaluation ``before``, if there is one.
+def signal_lists(
+    after: Sequence[Json], before: Sequence[Json] | None, limit: int, *, has_feedback: bool = True
+) -> list[RowList]:
+    """The rows of a method with a teacher that are worth reading, at most ``limit`` of each list,
+    by their signal in the earlier evaluation ``before``, if there is one.
+
+    has_feedback: whether the teacher reads feedback.
     """
     earlier = {row.get("id"): value(row) for row in before or ()}
     signals = _largest_first(
@@ -271,27 +275,27 @@ def signal_lists(after: Sequence[Json], before: Sequence[Json] | None, limit: in
         if (signal := earlier.get(row.get("id"), value(row))) is not None
     )
     when = " in the first evaluation" if before is not None else ""
+    compared = "after their feedback" if has_feedback else "compared with the model"
     weakest = sorted(signals, key=lambda scored: abs(scored[1]))
     lists = [
         RowList(
             "Smallest signal",
-            f"Answers that the teacher finds least likely after their feedback (nats per token)"
-            f"{when}.",
+            f"Answers that the teacher finds least likely {compared} (nats per token){when}.",
             [scored for scored in signals[::-1] if scored[1] < 0][:limit],
         ),
         RowList(
             "Largest signal",
-            f"Answers that the teacher finds most likely after their feedback (nats per token)"
-            f"{when}.",
+            f"Answers that the teacher finds most likely {compared} (nats per token){when}.",
             [scored for scored in signals if scored[1] > 0][:limit],
         ),
-        RowList(
-            "Feedback that says nothing",
-            f"Rows whose signal is below {WEAK_SIGNAL:g} nats per token{when}: the feedback is "
-            "about something else, or the model cannot use it.",
-            [scored for scored in weakest if is_weak(scored[1])][:limit],
-        ),
     ]
+    if has_feedback:
+        note = (
+            f"Rows whose signal is below {WEAK_SIGNAL:g} nats per token{when}: the feedback is "
+            "about something else, or the model cannot use it."
+        )
+        weak = [scored for scored in weakest if is_weak(scored[1])][:limit]
+        lists.append(RowList("Feedback that says nothing", note, weak))
     if before is not None:
         note = "Rows with the largest change of their signal since the first evaluation."
         lists.append(RowList("Most moved", note, moved(after, before)[:limit]))

@@ -65,6 +65,13 @@ class RunRecord:
     facts: Json
     problems: tuple[str, ...]
 
+    @property
+    def reads_feedback(self) -> bool:
+        """Whether the teacher of a run with a teacher reads feedback, as that of hindsight does."""
+        teacher = self.config.get("teacher")
+        model = teacher.get("model") if isinstance(teacher, Mapping) else None
+        return model in (None, "self") or self.config.get("method") == "hindsight"
+
     @classmethod
     def read(cls, run_dir: Path, until: int | None = None) -> Self:
         """Read a run's folder. until: last step whose evaluation is read.

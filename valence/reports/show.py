@@ -117,7 +117,7 @@ def show_signals(
             table.add_row(f"{signal:+.2f}", bar, Text(words.rstrip("\n"), _signal_style(signal)))
     mean = f"mean {math.fsum(signals) / len(signals):+.3f} nats per token" if signals else "empty"
     return Group(
-        _heading(f"signal of the feedback: {mean}", encoded.origin), _signal_legend(), text, table
+        _heading(f"signal of the teacher: {mean}", encoded.origin), _signal_legend(), text, table
     )
 
 
