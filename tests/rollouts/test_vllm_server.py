@@ -37,7 +37,7 @@ from valence.rollouts.check import Evidence, check, difference
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.servers import REQUIRED_VARIABLES, Server
-from valence.rollouts.teacher import ServerTeacher
+from valence.training.server_teacher import ServerTeacher
 from valence.rollouts.transports import DiskTransfer, GlooTransfer, LoraTransfer, WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 from valence.types import Completion
