@@ -280,11 +280,14 @@ def test_answers_that_are_cut_off(healthy: dict[str, RunRecord]) -> None:
         ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"})
     )
     assert (sign.name, numbers(sign.message)) == ("cut off", [67, 64])
-    assert "rollout.max_new_tokens" in sign.advice
+    assert "a lower reward" in sign.advice
     assert (
         only(logged(healthy["own"], lambda _, at: {"rollout/truncated": 0.4 * at})).name
         == "cut off"
     )
+    without_reward = replace(healthy["own"], config={"method": "online_distill"})
+    sign = only(ended(without_reward, lambda row: {"stop": "length"}))
+    assert sign.advice == "Raise rollout.max_new_tokens."
 
 
 def test_rows_that_are_too_long(healthy: dict[str, RunRecord]) -> None:

@@ -37,9 +37,9 @@ from valence.rollouts.check import Evidence, check, difference
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.servers import REQUIRED_VARIABLES, Server
-from valence.training.server_teacher import ServerTeacher
 from valence.rollouts.transports import DiskTransfer, GlooTransfer, LoraTransfer, WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
+from valence.training.server_teacher import ServerTeacher
 from valence.types import Completion
 
 pytestmark = [

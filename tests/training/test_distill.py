@@ -17,6 +17,7 @@ from tests.rollouts.vllm_server import Drop, Fake, serving
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.resuming import killed, records, train, weights
+from valence.training.plan import describe, make_plan
 from valence.training.reference_cache import score
 from valence.training.trainer import Trainer
 
@@ -129,6 +130,8 @@ def test_sampled_completions_need_no_reward(place: Path) -> None:
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
     assert "kl" not in run.history[-1]  # the reference of the run is its teacher
     assert "highest reward" not in shown
+    [teacher] = [line for line in describe(make_plan(run.prepared)) if "teacher:" in line]
+    assert teacher == f"teacher: teacher; its tokens match ({len(tiny_tokenizer())} are shared)"
 
 
 def test_held_out_prompts_show_the_distance_to_the_teacher(place: Path) -> None:

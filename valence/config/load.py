@@ -537,11 +537,15 @@ def _settings(recipe: Recipe, method: Method, raw: RawRecipe) -> dict[Key, Setti
     of_method: dict[Key, object] = {
         ("rollout", name): value for name, value in method.rollout_defaults.items()
     }
+    has_reward = any(key[:1] == ("reward",) for key in raw.places)
     settings: dict[Key, Setting] = {}
     for path, value, default in rows:
         origin = raw.place(path) if _is_written(raw.values, path) else "default"
         if path in of_method and value_at(raw.values, path) is None:
             origin = f"default of {method.name}"
+        is_added = path[0] == "reward" and not has_reward  # that of a method without a reward
+        if is_added and path[-1] == "reward":
+            origin, default = f"default of {method.name}", value
         settings[path] = Setting(value, origin, value == of_method.get(path, default))
     return settings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ REASONS_SHOWN = 8
 
 COLUMNS_SHOWN = 20
 """Columns that are not read that the screen has room for."""
+
+_SINGULAR = {"are": "is", "have": "has", "were": "was", "lost": "lost", "became": "became"} | {
+    verb: f"{verb}s" for verb in ("contain", "end", "follow", "give", "lack", "repeat", "start")
+}
+"""The verbs of the findings, for one row instead of several."""
+_PLURAL = re.compile(rf"^((?:[\w-]+ )?\w+)s ({'|'.join(_SINGULAR)})\b")
 
 WARNINGS = {
     "contradictions": (
@@ -145,7 +152,7 @@ REMARKS = {
         "Raise data.max_length to keep them complete.",
     ),
     "cut_completion": (
-        "rows lost the end of an answer, and have no end-of-turn token: {rows}",
+        "rows lost the end of an answer and its end-of-turn token: {rows}",
         "Raise data.max_length to keep them complete.",
     ),
     "logps_of_others": (
@@ -330,6 +337,8 @@ def _findings(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple
 
 def _sentence(text: str, finding: Finding, audit: Audit) -> str:
     lengths = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in audit.mean_answer.items())
+    if finding.count == 1 and "{rows}" in text:
+        text = _PLURAL.sub(lambda match: f"{match[1]} {_SINGULAR[match[2]]}", text)
     return text.format(rows=_rows(finding.count, finding.rows, audit), lengths=lengths)
 
 

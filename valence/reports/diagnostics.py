@@ -672,7 +672,9 @@ def _cut_off(run: RunRecord) -> Iterable[Diagnosis]:
             "cut off",
             f"{max(shares):.0%} of the completions are cut off{where} before they end.",
             "Raise rollout.max_new_tokens, or give truncated completions a lower reward "
-            "(`valence docs rewards`), so that the policy learns to end.",
+            "(`valence docs rewards`), so that the policy learns to end."
+            if Advice.of(run).compares_rewards
+            else "Raise rollout.max_new_tokens.",
         )
 
 

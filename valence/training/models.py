@@ -54,7 +54,6 @@ from valence.models.shape import Shape, decoder_layers
 from valence.models.stream import CannotStreamError, DeferredWeights, build_without_weights
 from valence.models.values import add_values
 from valence.models.weights import check_loaded_weights
-from valence.training.server_teacher import ServerTeacher
 from valence.training.changes import rows_of
 from valence.training.memory import (
     at_rest,
@@ -68,6 +67,7 @@ from valence.training.memory import (
 )
 from valence.training.plan import pays_to_compile
 from valence.training.prepare import Prepared
+from valence.training.server_teacher import ServerTeacher
 from valence.types import Origin
 
 

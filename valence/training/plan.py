@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from valence.batching.micro_batches import StepPacker
+from valence.config.schema import SELF
 from valence.data.sampler import Sampler
 from valence.data.tokenized_dataset import TokenizedDataset
 from valence.distributed.launcher import usable_cores
@@ -273,7 +274,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     parts = {
         "program": memory.program,
         "weights": memory.weights,
-        "reference": memory.reference,
+        "reference" if prepared.recipe.teacher.model == SELF else "teacher": memory.reference,
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
     }
@@ -292,6 +293,7 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
         f"up to {plan.micro_batch_tokens:,} tokens" + (" (auto)" if requested == "auto" else ""),
         f"weights: {shape.parameters:,}{trained}{narrow}",
+        *_describe_teacher(prepared),
         *_describe_optimizer(plan),
         *_describe_split(plan),
         *_describe_checkpointing(plan),
@@ -324,6 +326,20 @@ def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     if warning := slow_dtype(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(warning)
     return lines
+
+
+def _describe_teacher(prepared: Prepared) -> list[str]:
+    """The teacher that is another model, and whether its tokens are those of the policy."""
+    teacher = prepared.recipe.teacher
+    if teacher.model == SELF:
+        return []
+    shared = prepared.shared_vocabulary
+    tokens = (
+        "its tokens are compared when training starts"
+        if shared is None
+        else f"its tokens match ({shared:,} are shared)"
+    )
+    return [f"teacher: {teacher.model}; {tokens}"]
 
 
 def _describe_steps(prepared: Prepared) -> str:
