@@ -15,7 +15,7 @@ from tests.reports.synthetic import text, write_run
 from tests.reports.test_card import FACTS
 from tests.reports.test_signs import ended, logged, only
 from valence.reports.card import model_card
-from valence.reports.diagnostics import Advice, CollapseDetector, diagnose
+from valence.reports.diagnostics import OTHER_MODEL, Advice, CollapseDetector, diagnose
 from valence.reports.page import render_report, report_markdown
 from valence.reports.rows import signal_lists
 from valence.reports.run_record import RunRecord
@@ -113,6 +113,17 @@ def test_rows_are_listed_by_their_signal_before_training() -> None:
     weak = [abs(score) for _, score in lists["Feedback that says nothing"]]
     assert weak == sorted(map(abs, signals))[: len(weak)]
     assert max(weak) < 0.02
+
+
+def test_a_surer_policy_is_no_collapse_with_another_model_as_teacher() -> None:
+    records = [
+        {"step": k, "entropy": 3.0 if k < 5 else 0.5, "signal/mean": -0.3, "signal/size": 0.4}
+        for k in range(20)
+    ]
+    for teacher, names in (("initial", ["low entropy"]), (OTHER_MODEL, [])):
+        detector = CollapseDetector(Advice("distill", (), teacher=teacher))
+        shown = [diagnosis.name for record in records for diagnosis in detector.observe(record)]
+        assert shown == names
 
 
 def test_a_signal_is_no_evidence_of_better_answers(run: RunRecord) -> None:

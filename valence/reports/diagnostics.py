@@ -42,11 +42,15 @@ class Diagnosis:
     is_urgent: bool = False
 
 
+OTHER_MODEL = "another model"
+"""A teacher that is not the policy itself."""
+
+
 class Advice:
     """Advice on a run that names only settings and methods that its rows and its method accept.
 
     method: name of the run's method. settings: of its loss section. length_setting: the setting
-    that decides its number of steps. teacher: ``teacher.weights``.
+    that decides its number of steps. teacher: ``teacher.weights``, or OTHER_MODEL.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Advice:
         has_steps = _setting(run.config, "train", "max_steps") is not None
         length_setting = "train.max_steps" if has_steps else "train.epochs"
         teacher = str(_setting(run.config, "teacher", "weights") or "")
+        if _setting(run.config, "teacher", "model") not in (None, "self"):
+            teacher = OTHER_MODEL
         return cls(str(run.config.get("method") or ""), settings, length_setting, teacher)
 
     def raising(self, *names: str) -> list[str]:
@@ -189,6 +195,8 @@ class CollapseDetector:
         checks = [self._zero_gradient]
         if has_teacher(record):
             checks = [self._less_likely, self._growing_signal, self._low_entropy]
+            if self._advice.teacher == OTHER_MODEL:  # which may be surer of what it writes
+                checks = [self._growing_signal]
         if "rollout/length" in record:
             checks = [self._high_kl, self._saturated, self._repetitive, *checks]
         return [diagnosis for check in checks for diagnosis in check(record)]

@@ -17,7 +17,7 @@ from valence.losses.stats import RewardShift
 from valence.methods import Method
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import AdapterDisabledReference, Reference, SyncedReference
-from valence.reports.diagnostics import Advice, CollapseDetector
+from valence.reports.diagnostics import OTHER_MODEL, Advice, CollapseDetector
 from valence.reports.sinks import JsonlSink
 from valence.training import state_files
 from valence.training.metrics import Meter
@@ -103,9 +103,8 @@ class TrainState:
         self.scheduler = make_scheduler(recipe, self.optimizer, self.total_steps, scheduler)
         self.window = MetricsWindow()
         self.anomalies = AnomalyDetector()
-        self.collapse = CollapseDetector(
-            Advice(recipe.method, recipe.loss, teacher=recipe.teacher.weights)
-        )
+        teacher = recipe.teacher.weights if recipe.teacher.model == SELF else OTHER_MODEL
+        self.collapse = CollapseDetector(Advice(recipe.method, recipe.loss, teacher=teacher))
         self.best = BestMetricTracker(recipe.run.keep_best)
         self.early_stop = BestMetricTracker(recipe.run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
