@@ -201,7 +201,7 @@ def test_an_adapter_of_the_head_is_none_of_the_teachers() -> None:
     packer = StepPacker(units_for("sft", 3, 0))
     batch = packer.host_micro_batch(packer.example_indices)
     reference, rows = AdapterDisabledReference(policy), batch.scored
-    distributions = reference.distributions(batch, rows)
+    distributions = reference.distributions(batch, rows, None)
     teacher = TeacherDistributions(distributions, distributions.vocabulary)
     head, states, _ = policy.distributions(batch, rows)
     result = teacher.divergence(head, states, batch.tokens[rows])
