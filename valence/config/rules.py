@@ -273,15 +273,15 @@ def _losses(c: Case) -> Iterator[Issue]:
     loss = c.recipe.loss
     parallel = c.recipe.parallel
     for section, method, settings in c.losses:
-        compares = method.loss.compares_distributions(settings)
-        if c.recipe.teacher.is_served and compares and settings.get("top_k") is None:
+        divergence = method.loss.divergence(settings)
+        if c.recipe.teacher.is_served and divergence is not None and divergence[1] is None:
             yield conflict(
                 f"{section}.top_k",
                 "a teacher on a server returns only its most likely tokens",
                 "set it to 20, or set target: token",
             )
         shares_rows = parallel.tensor > 1 or parallel.context > 1
-        if shares_rows and compares:
+        if shares_rows and divergence is not None:
             yield conflict(
                 f"{section}.target",
                 "distributions over the vocabulary are not available where processes share a row",

@@ -6,6 +6,7 @@ computed for one range of the vocabulary after another, or for a few tokens at a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -172,9 +173,7 @@ def with_rest(logps: Tensor) -> Tensor:
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """log(beta p + (1 - beta) q)."""
-    log_beta = torch.tensor(beta, dtype=torch.float64).log().item()
-    log_rest = torch.tensor(1 - beta, dtype=torch.float64).log().item()
-    return torch.logaddexp(log_p + log_beta, log_q + log_rest)
+    return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
 
 
 def _log_softmax(head: Head, hidden: Tensor, vocabulary: int) -> Tensor:

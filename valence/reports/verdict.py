@@ -173,8 +173,10 @@ def _towards_teacher(last: Sequence[Json], first: Sequence[Json] | None) -> Verd
         return None
     before, after, low, high, count = changes
     state = _state(low, high, 0.0)
-    titles = {"improved": "Closer to the teacher on held-out prompts"}
-    titles["worse"] = "Further from the teacher on held-out prompts"
+    titles = {
+        "improved": "Closer to the teacher on held-out prompts",
+        "worse": "Further from the teacher on held-out prompts",
+    }
     return Verdict(
         state,
         f"The signal of completions of {number(count)} held-out prompts went from {before:.3g} to "

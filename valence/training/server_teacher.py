@@ -38,6 +38,7 @@ class ServerTeacher:
     server can be reached, or has other tokens.
     """
 
+    # Most servers compute in it, and none says with which kernels.
     precision = torch.bfloat16
 
     def __init__(
@@ -102,7 +103,11 @@ class ServerTeacher:
             path, mask = paths[i]
             positions = np.flatnonzero(mask)
             entries = [
-                {int(token): float(entry["logprob"]) for token, entry in row.items()}
+                {
+                    int(token): float(entry["logprob"])
+                    for token, entry in row.items()
+                    if int(token) < self.vocabulary  # not those of a padded embedding
+                }
                 for row in (reply["prompt_logprobs"][at] for at in positions)
             ]
             if any(len(entry) < top_k for entry in entries):
