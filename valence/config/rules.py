@@ -280,12 +280,11 @@ def _losses(c: Case) -> Iterator[Issue]:
                 "a teacher on a server returns only its most likely tokens",
                 "set it to 20, or set target: token",
             )
-        shares_rows = parallel.tensor > 1 or parallel.context > 1
-        if shares_rows and divergence is not None:
+        if parallel.tensor > 1 and divergence is not None:
             yield conflict(
                 f"{section}.target",
-                "distributions over the vocabulary are not available where processes share a row",
-                "set loss.target: token, or parallel.tensor: 1 and parallel.context: 1",
+                "processes that share matrices cannot compare distributions over the vocabulary",
+                f"set {section}.target: token, or parallel.tensor: 1",
             )
         for name, other in method.without_effect(settings).items():
             if settings[name] != method.settings.model_fields[name].get_default():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,15 @@ class TeacherDistributions:
     vocabulary: int
     beta: float = 1.0
     top_k: int | None = None
+
+    def at(self, rows: Tensor | slice) -> TeacherDistributions:
+        """Return the distributions of some of the tokens."""
+        source = self.source
+        if isinstance(source, Distributions):
+            source = source._replace(states=source.states[rows])
+        else:
+            source = TopTokens(*(column[rows] for column in source))
+        return replace(self, source=source)
 
     def divergence(self, head: Head, states: Tensor, target: Tensor) -> Divergence:
         """The divergence at N tokens from the policy's hidden states [N, h]. target[N]: the

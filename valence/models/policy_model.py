@@ -365,16 +365,10 @@ class PolicyModel(nn.Module):
                             {} if entropy is None else {"entropy": entropy}
                         )
                     else:
-                        columns |= teacher.divergence(head, states, batch.tokens[rows])._asdict()
+                        local = teacher.at(is_local)
+                        columns |= local.divergence(head, states, batch.tokens[rows])._asdict()
                     outputs.append((rows, columns))
-        out = _scatter(batch, outputs)
-        if self.context is None:
-            return out
-        sums = (None if x is None else self.context.sum(x) for x in (out.logp, out.entropy))
-        logp, entropy = sums
-        assert logp is not None
-        sum_sq = None if out.sum_sq is None else self.context.sum(out.sum_sq)
-        return PolicyOutput(logp, entropy, sum_sq)
+        return _scatter(batch, outputs, self.context)
 
     def _output_layer(self, hidden: LocalStates) -> Head:
         return Head.of(
@@ -403,7 +397,11 @@ class PolicyModel(nn.Module):
             )
         with self.autocast():
             hidden = self._hidden(batch)
-            states, _ = hidden.at(batch.previous[rows])
+            states, is_local = hidden.at(batch.previous[rows])
+            if self.context is not None:  # the policy's rows may be those of other processes
+                complete = states.new_zeros(len(rows), states.shape[1])
+                complete[is_local] = states
+                states = self.context.sum(complete)
             return Distributions(self._output_layer(hidden), states, self.vocabulary)
 
     def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> LocalStates:
@@ -670,9 +668,14 @@ def zero_with_gradient(values: Iterable[Tensor]) -> Tensor | int:
     return sum(x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0).sum() for x in values)
 
 
-def _scatter(batch: MicroBatch, outputs: list[_RowOutputs]) -> PolicyOutput:
-    """Return the outputs in columns [T], 0 outside their rows."""
+def _scatter(
+    batch: MicroBatch, outputs: list[_RowOutputs], context: ContextGroup | None = None
+) -> PolicyOutput:
+    """Return the outputs of all processes in columns [T], 0 outside their rows."""
     index = (torch.cat([rows for rows, _ in outputs]),)
     columns = {name: torch.cat([c[name] for _, c in outputs]) for name in outputs[0][1]}
     blank = columns["logp"].new_zeros(batch.tokens.shape[0])
-    return PolicyOutput(**{name: blank.index_put(index, x) for name, x in columns.items()})
+    columns = {name: blank.index_put(index, x) for name, x in columns.items()}
+    if context is not None:
+        columns = {name: context.sum(x) for name, x in columns.items()}
+    return PolicyOutput(**columns)
