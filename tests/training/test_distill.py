@@ -241,7 +241,7 @@ def test_a_row_with_a_token_that_the_teacher_does_not_have(place: Path) -> None:
         ({"loss": {"clip": 2.0}}, "setting-no-effect", "loss.clip"),
         ({"loss": {"target": "token", "top_k": 3}}, "setting-no-effect", "loss.top_k"),
         ({"teacher": {"model": "missing"}}, "model-not-found", "teacher.model"),
-        ({"parallel": {"context": 2}}, "setting-conflict", "loss.target"),
+        ({"parallel": {"tensor": 2}}, "setting-conflict", "loss.target"),
         (
             {"method": "online_distill", "rollout": {"measure_kl": True}},
             "setting-conflict",
