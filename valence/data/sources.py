@@ -130,7 +130,7 @@ def is_hub_dataset(path: str) -> bool:
 
 def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
     try:
-        _check_is_file(path, file)
+        check_is_file(path, file)
         with file.open("rb", buffering=BUFFER) as raw:
             stream = _unpacked(cast(io.BufferedReader, raw))
             reader = _reader(path, file, stream)
@@ -158,7 +158,8 @@ def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
         ) from error
 
 
-def _check_is_file(path: str, file: Path) -> None:
+def check_is_file(path: str, file: Path) -> None:
+    """Raise UserError unless a path is that of a regular file. path: as it was written."""
     if file.is_file():
         return
     if file.is_dir():

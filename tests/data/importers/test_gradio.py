@@ -216,11 +216,6 @@ def test_other_csv_files_are_refused(tmp_path: Path) -> None:
         read_all(read, path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with raises_error("file-not-readable", where="log.csv"):
-        read_all(read, str(tmp_path / "log.csv"))
-
-
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text(",".join(HEADER) + '\n"a"b,1,Like,now\n', encoding="utf-8")

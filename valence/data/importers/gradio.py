@@ -11,6 +11,7 @@ import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from valence.data.importers.exports import not_an_export
@@ -24,6 +25,7 @@ from valence.data.importers.messages import (
     turns_of,
 )
 from valence.data.importers.records import ReadOptions, Skipped, UnusableVote, Vote
+from valence.data.sources import check_is_file
 from valence.errors import UserError
 from valence.types import Message, Origin, content_id
 
@@ -58,6 +60,7 @@ def _records(path: str) -> Iterator[tuple[Origin, list[str]]]:
     """The records after the header, each with its line."""
     csv.field_size_limit(2**31 - 1)  # the default is less than a long conversation
     start = 1
+    check_is_file(path, Path(path))
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             records = csv.reader(file, strict=True)

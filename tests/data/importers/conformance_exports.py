@@ -1,4 +1,4 @@
-"""Exports of all tools with the records that an import skips.
+"""Exports of all tools, with votes and with the records that an import skips.
 
 The exports are those that tools wrote (``tests/data/importers/real``) where there are any, and
 otherwise made up, with the cases that such exports have.
