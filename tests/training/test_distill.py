@@ -214,7 +214,7 @@ def test_tokenizers_are_compared_by_content(place: Path) -> None:
     one, other = list(vocabulary)[30:32]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     path.write_text(json.dumps(settings))
-    with raises_error("vocabulary-mismatch", where="teacher.model", fix="method: sft"):
+    with raises_error("vocabulary-mismatch", where="teacher.model", fix="--data demonstrations.jsonl"):
         train(recipe())
 
 

@@ -454,11 +454,12 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def shared_vocabulary(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str
+    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str, rows: str
 ) -> int:
     """Return the number of token ids, from 0, that mean the same in both tokenizers.
 
     The others may only be added tokens. Raises UserError otherwise. name: of the other model.
+    rows: the file with the prompts.
     """
     vocabularies = [
         {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)
@@ -475,9 +476,10 @@ def shared_vocabulary(
                 f"{first.get(shared)!r} and {second.get(shared)!r}",
                 code="vocabulary-mismatch",
                 where="teacher.model",
-                fix=f"use a teacher with the same tokenizer, or let it write the answers: "
-                f"`valence sample {name} --data FILE --out answers.jsonl`, then train on them "
-                f"with method: sft",
+                fix=f"use a teacher with the same tokenizer, or imitate answers that it writes: "
+                f"`valence sample {name} --data {rows} --out answers.jsonl && valence init "
+                f"answers.jsonl --model {ours.name_or_path} --out sft.yaml && valence train "
+                "sft.yaml`",
             )
     return shared
 

@@ -160,7 +160,7 @@ class Prepared:
             return None  # a server is compared when the run starts
         remote = self.recipe.model.trust_remote_code
         theirs = load_tokenizer(name, trust_remote_code=remote, setting="teacher.model")
-        return shared_vocabulary(self.tokenizer, theirs, name)
+        return shared_vocabulary(self.tokenizer, theirs, name, self.recipe.data.train[0].path)
 
     @property
     def sampler(self) -> Sampler:

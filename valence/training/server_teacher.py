@@ -132,6 +132,6 @@ class ServerTeacher:
                 "the server's tokens are others than those of the model",
                 code="vocabulary-mismatch",
                 where=f"teacher.model: {self.name}",
-                fix="use a teacher with the same tokenizer, or let it write answers and train on "
-                "them with method: sft",
+                fix="use a teacher with the same tokenizer, or imitate answers that it writes with "
+                "method: sft",
             )
