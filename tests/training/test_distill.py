@@ -134,6 +134,33 @@ def test_sampled_completions_need_no_reward(place: Path) -> None:
     assert teacher == f"teacher: teacher; its tokens match ({len(tiny_tokenizer())} are shared)"
 
 
+def test_a_reward_and_a_teacher_train_together(place: Path) -> None:
+    """grpo with a reference that is the teacher: its KL is a term of the loss."""
+
+    def trained(kl_weight: float) -> Trainer:
+        settings = recipe(
+            "grpo",
+            reward="length",
+            loss={"kl_weight": kl_weight},
+            train={"epochs": 8},
+            rollout={"num_rollouts": 4, "max_new_tokens": 6},
+            run={"dir": f"run_{kl_weight}"},
+        )
+        if kl_weight:
+            settings["reference"] = {"model": "teacher"}
+        else:
+            del settings["loss"]
+        del settings["teacher"]
+        return train(settings)[0]
+
+    both, reward_alone = trained(1.0), trained(0.0)
+    distances = [
+        divergence(str(run.directory / "model"), "teacher") for run in (both, reward_alone)
+    ]
+    assert distances[0] < 0.8 * distances[1]
+    assert metrics(both, "kl")[-1] < metrics(both, "kl")[0]
+
+
 def test_held_out_prompts_show_the_distance_to_the_teacher(place: Path) -> None:
     """As rewards would, the signals of both evaluations are compared by prompt."""
     write("held_out.jsonl", [{"prompt": f"question {i} "} for i in range(20, 45)])
