@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from tests.docs.blocks import ROOT
@@ -17,31 +18,40 @@ PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-All settings of a recipe, by section. `valence docs SETTING`, such as `valence docs train.compile`, explains a setting in full. Settings
-under `loss` depend on the method: see [Losses](losses/index.md).
+All settings of a recipe but those under `loss`, which depend on the method: see [Losses](losses/index.md). `valence docs SETTING`, such as
+`valence docs train.compile`, says more about a setting.
 
 - To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
-- `N` stands for an index in a list. A list with one item can be written as that item, and its index omitted: `data.train.limit=3`.
-- A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`, `data: rows.jsonl`.
-- Paths are relative to the folder in which you run the command, and `~` is your home folder. Data files are also looked up in the folder of
-  the recipe.
-- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
+- `N` stands for an index in a list. A list with one item can be written as that item, without the index: `data.train.limit=3`.
+- A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`.
+- Paths are relative to the working directory; data files are also looked up in the folder of the recipe.
+- Parentheses have the default of a setting, as code, and its other values. Without a default, it is `null`.
+- Numbers are above 0 unless another range is given. A default such as `16` stands for an integer, `1.0` for any number.
 
 `python -m tests.docs.settings` writes this page.
 """
 
 SHORT = {
     "a number of at least 0 and at most 1": "0 to 1",
+    "a list of 2 items (each a number)": "two numbers",
+    "a list of 2 items (each a number of at least 0 and below 1)": "each ≥ 0 and < 1",
+    "a list (each a whole number of at least 0)": "list of integers ≥ 0",
+    "a whole number above 0 and": "integer",
+    "a whole number above 0": "integer",
+    "a whole number of at least": "integer ≥",
     "a whole number": "integer",
-    "a number": "number",
-    "of at least": "≥",
+    "a number above 0 and": "number",
+    "a number above 0": "number",
+    "a number of at least": "number ≥",
+    "a number above": "number >",
+    "a number below": "number <",
+    "a number": "any number",
     "above": ">",
     "at most": "≤",
     "below": "<",
     "one of ": "",
-    '"auto" or true or false': "true, false, auto",
-    'true or false or "auto"': "true, false, auto",
     " (each text)": "",
+    " (each a section)": "",
     "a mapping of names to values": "mapping",
     "a section": "section",
     "a list of": "list of",
@@ -181,27 +191,72 @@ def rates() -> str:
 
 
 def settings_list(rows: Sequence[SettingRow]) -> str:
-    """A list of settings with the allowed values, the default and the first paragraph of each."""
+    """A list of settings with the allowed values, the default and the first paragraph of each.
+
+    Settings of several sections that are the same are one item.
+    """
     link = "[Default learning rates](#default-learning-rates)"
-    text = "".join(f"- `{row.name}` ({allowed_values(row)}): {row.summary}\n" for row in rows)
+    names: dict[SettingRow, list[str]] = {}
+    for row in rows:
+        leaf = replace(row, name=row.name.rpartition(".")[2])
+        names.setdefault(leaf, []).append(f"`{row.name}`")
+    text = "".join(
+        f"- {', '.join(same)} ({allowed_values(row)}): {row.summary}\n"
+        for row, same in names.items()
+    )
     return text.replace("the table of default learning rates in docs/settings.md", link)
 
 
 def allowed_values(row: SettingRow) -> str:
-    """The allowed values of a setting besides its default, and the default if it is not null."""
+    """The default of a setting as code if it is not null, and the other values that it may have."""
     default = row.default.strip('"')
-    if default == "null":
-        return _short_type(row)
-    default = default if default == "required" else f"default {default}"
-    return default if row.type in ("true or false", "text") else f"{_short_type(row)}; {default}"
-
-
-def _short_type(row: SettingRow) -> str:
-    """The allowed values of a setting besides its default, in few words."""
-    if row.name.endswith(".convert"):
+    if row.name.endswith("convert"):
         return "[conversion](#conversions)"
-    text = row.type.removesuffix(" or null") if row.default == "null" else row.type
-    text = re.sub(r"a section \([^)]*\)", "a section", text)
+    if default == "null":
+        return " or ".join(_short(value) for value in _values(row) if value != "null")
+    if default == "required":
+        return ", ".join([default, *(_short(value) for value in _values(row) if value != "text")])
+    others = [value for value in _values(row) if value not in SHOWN_BY.get(_kind(default), ())]
+    words = [_short(word) for value in others for word in value.removeprefix("one of ").split(", ")]
+    if _kind(default) == "number":
+        words = [re.sub(r"^(number|integer) ?", "", word) for word in words]
+    return ", ".join([f"`{default}`", *(word for word in words if word not in (default, ""))])
+
+
+SHOWN_BY = {
+    "word": ("text",),
+    "switch": ("true", "false"),
+    "{}": ("a mapping of names to values",),
+    "[]": ("a list (each a section)", "a list (each text)"),
+}
+"""Values that the default of a setting shows, by the kind of the default."""
+
+
+def _kind(default: str) -> str:
+    if default in ("true", "false"):
+        return "switch"
+    return (
+        "number"
+        if re.fullmatch(r"[\d.]+", default)
+        else "word"
+        if default[0].isalpha()
+        else default
+    )
+
+
+def _values(row: SettingRow) -> list[str]:
+    """The alternatives of what a setting takes."""
+    text = row.type
+    while text != (text := re.sub(r"a section \([^()]*\)", "a section", text)):
+        pass
+    return [value.strip('"') for value in text.split(" or ")]
+
+
+def _short(text: str) -> str:
+    """Allowed values in few words, without the limits that no recipe reaches."""
+    text = re.sub(
+        r"( and)? (at most [\d,]+,000\b|at most 65,536|at most 1,048,576|below 2\^63)", "", text
+    )
     return re.sub("|".join(map(re.escape, SHORT)), lambda match: SHORT[match[0]], text)
 
 
