@@ -24,8 +24,9 @@ All settings of a recipe but those under `loss`, which depend on the method: see
 - To change a setting on the command line, append it: `valence train RECIPE train.seed=1`.
 - `N` stands for an index in a list. A list with one item can be written as that item, without the index: `data.train.limit=3`.
 - A model, a file of rows, a reward and a tracker can be written as a name: `model: owner/model`.
-- Paths are relative to the working directory; data files are also looked up in the folder of the recipe.
-- Parentheses have the default of a setting, as code, and its other values. Without a default, it is `null`.
+- Paths are relative to the working directory; data files are also looked up in the folder of the recipe. `~` is your home folder.
+- Parentheses have the default of a setting, as code, and its other values. Without a default, it is `null`; without parentheses, a text or
+  `null`.
 - Numbers are above 0 unless another range is given. A default such as `16` stands for an integer, `1.0` for any number.
 
 `python -m tests.docs.settings` writes this page.
@@ -86,33 +87,29 @@ SECTIONS = {
 RATES = """\
 ## Default learning rates
 
-`train.learning_rate: auto` uses the rate of the method, for all weights or for an adapter (`model.lora`,
-`model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models need
-larger rates: those in [recipes](train/methods.md#recipes) are for a model with 135 million weights.
+`train.learning_rate: auto` uses the rate of the method, for all weights or for an adapter. `valence check RECIPE` shows it, the run records
+it, and a resumed run keeps it. Small models need larger rates: those in [recipes](train/methods.md#recipes) are for a model with 135 million
+weights. Ten times the rate is the advice of Schulman et al. 2025, LoRA Without Regret.
 
-| methods | all weights | source | adapter | source |
-| --- | --- | --- | --- | --- |
+| methods | all weights | adapter |
+| --- | --- | --- |
 """
+TEN_TIMES = "ten times the rate for all weights: Schulman et al. 2025, LoRA Without Regret"
 
 
 CONVERT = """\
 ## Conversions
 
-`data.convert` converts rows into the kind that the method reads. It reads the settings of the section `data` in the last column;
-those in bold must be set.
+`data.convert` converts rows into the kind that the method reads. In parentheses are the settings of the section `data` that it reads; those
+in bold must be set.
 
-| conversion | rows | become | description | settings |
-| --- | --- | --- | --- | --- |
 """
 ROWS = """\
 ## Row formats
 
 `format` takes these names, those of [feedback tools](feedback/import.md#tools), and those of
-[public data sets](feedback/rows.md#public-data-sets-and-other-names). Every row may also have `weight` and `info`.
-[Rows](feedback/rows.md) shows examples.
-
-| format | columns | optional columns | kind |
-| --- | --- | --- | --- |
+[public data sets](feedback/rows.md#public-data-sets-and-other-names). Optional columns are after the semicolon; every row may also have `weight`
+and `info`. [Rows](feedback/rows.md) shows examples.
 """
 
 
@@ -136,24 +133,28 @@ def page() -> str:
 
 
 def conversions() -> str:
-    """The rows of the table of conversions."""
-    rows: list[str] = []
+    """The list of conversions."""
+    items: list[str] = []
     for name, c in CONVERSIONS.items():
-        settings = (f"**`{s}`**" if s in c.required else f"`{s}`" for s in c.settings)
-        rows.append(
-            f"| `{name}` | {', '.join(c.reads)} | {c.gives} | {c.description} | "
-            f"{', '.join(settings)} |\n"
-        )
-    return "".join(rows)
+        names = [f"**`{s}`**" if s in c.required else f"`{s}`" for s in c.settings]
+        settings = f" ({', '.join(names)})" if names else ""
+        items.append(f"- `{name}`, {_either(c.reads)} to {c.gives}: {c.description}{settings}\n")
+    return "".join(items)
+
+
+def _either(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def row_formats() -> str:
-    """The rows of the table of row formats."""
-    return "".join(
-        f"| `{name}` | {_names(f, True)} | {_names(f, False)} | {f.gives} |\n"
-        for name, f in FORMATS.items()
-        if name not in SHAPES
-    )
+    """The list of row formats, by the kind of row."""
+    kinds: dict[str, list[str]] = {}
+    for name, f in FORMATS.items():
+        if name not in SHAPES:
+            columns = "; ".join(filter(None, (_names(f, True), _names(f, False))))
+            kinds.setdefault(f.gives, []).append(f"- `{name}`: {columns}\n")
+    return "".join(f"\n{kind.capitalize()}:\n\n{''.join(names)}" for kind, names in kinds.items())
 
 
 def shapes() -> str:
@@ -181,13 +182,14 @@ def _names(f: Format, is_required: bool) -> str:
 
 
 def rates() -> str:
-    """The rows of the table of default learning rates."""
+    """The rows of the table of default learning rates, with links to their sources."""
     rows = (
-        f"| {r.methods} | {_rate(r.full)} | {r.full_source} | {_rate(r.adapter)} | "
-        f"{r.adapter_source} |\n"
+        f"| {r.methods} | {_rate(r.full)}: {r.full_source} | {_rate(r.adapter)}: "
+        f"{r.adapter_source.replace(TEN_TIMES, 'ten times')} |\n".replace(f" ({_rate(r.full)})", "")
         for r in LEARNING_RATES.values()
     )
-    return "".join(rows)
+    link = r"[\1](https://arxiv.org/abs/\2)"
+    return re.sub(r"(\w[\w ]+ et al\. \d+), arXiv ([\d.]+)", link, "".join(rows))
 
 
 def settings_list(rows: Sequence[SettingRow]) -> str:
@@ -201,7 +203,7 @@ def settings_list(rows: Sequence[SettingRow]) -> str:
         leaf = replace(row, name=row.name.rpartition(".")[2])
         names.setdefault(leaf, []).append(f"`{row.name}`")
     text = "".join(
-        f"- {', '.join(same)} ({allowed_values(row)}): {row.summary}\n"
+        f"- {', '.join(same)} ({allowed_values(row)}): {row.summary}\n".replace(" (text):", ":")
         for row, same in names.items()
     )
     return text.replace("the table of default learning rates in docs/settings.md", link)
