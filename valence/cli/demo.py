@@ -15,9 +15,9 @@ from valence.terminal import print_message
 @app.command()
 def demo(
     overrides: Overrides = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="Write the files and the run to this folder.")
-    ] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the files and the run.")] = Path(
+        "demo"
+    ),
     quiet: Quiet = False,
 ) -> None:
     """Train a small model on examples that come with Valence: the answers of an online shop's

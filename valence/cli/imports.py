@@ -22,16 +22,14 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Tool of the export (--list shows all), or the import path of an importer.",
+            help="Tool of the export (--list shows all), or import path of an importer.",
             autocompletion=completion.feedback_sources,
         ),
     ] = None,
     files: Annotated[
         list[str] | None, typer.Argument(metavar="FILE...", help="Files of the export.")
     ] = None,
-    list_sources: Annotated[
-        bool, typer.Option("--list", help="List the supported tools and exit.")
-    ] = False,
+    list_sources: Annotated[bool, typer.Option("--list", help="List the supported tools.")] = False,
     quiet: Quiet = False,
     as_json: Annotated[
         bool,

@@ -23,8 +23,8 @@ def init(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="File of rows (.jsonl, .json, .csv, .tsv or .parquet, also .gz), or a section as "
-            "in a recipe. A section: '{path: FILE, keys: {...}}'.",
+            help="File of rows. It is a .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or"
+            " a section as in a recipe: '{path: FILE, keys: {...}}'.",
         ),
     ] = None,
     recipe: Annotated[
@@ -53,7 +53,7 @@ def init(
             autocompletion=completion.methods,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="File for the recipe; must not exist.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="New file for the recipe.")] = Path(
         "recipe.yaml"
     ),
 ) -> None:

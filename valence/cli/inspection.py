@@ -30,7 +30,7 @@ def inspect(
             "--row",
             min=1,
             metavar="N",
-            help="Number of the row, from 1, over all files, including bad rows.",
+            help="Number of the row, from 1. All files count, and bad rows.",
         ),
     ] = 1,
     stage: Annotated[
@@ -38,13 +38,15 @@ def inspect(
     ] = "all",
     list_name: Annotated[
         Literal["train", "eval", "test"],
-        typer.Option("--list", help="Files of the recipe: data.train, data.eval or data.test."),
+        typer.Option(
+            "--list", help="Files of the recipe. They are data.train, data.eval or data.test."
+        ),
     ] = "train",
     signal: Annotated[
         bool,
         typer.Option(
             "--signal",
-            help="For methods with a teacher: colour each token of the answer by its signal. "
+            help="Colour each token by the signal of the teacher. For methods with a teacher. "
             "Green: the teacher finds it more likely. Red: less likely.",
         ),
     ] = False,

@@ -29,7 +29,7 @@ def report(
         typer.Argument(
             metavar="RUN|FILE...",
             help="Run folders, folders with runs, or the --out file of `valence serve` with two "
-            "models. Default: list the runs in the folder runs.",
+            "models. Default: list the folder runs.",
             autocompletion=completion.run_folders,
         ),
     ] = None,
@@ -47,7 +47,7 @@ def report(
     ] = None,
     md: Annotated[
         bool,
-        typer.Option("--md", help="Print Markdown instead of HTML."),
+        typer.Option("--md", help="Markdown instead of HTML."),
     ] = False,
     as_json: Annotated[
         bool,

@@ -159,15 +159,13 @@ def check(
     overrides: Overrides = None,
     nproc: Annotated[
         int,
-        typer.Option(
-            "--nproc", min=1, metavar="N", help="Estimate for N processes, without starting them."
-        ),
+        typer.Option("--nproc", min=1, metavar="N", help="Estimate for N processes."),
     ] = 1,
     show_all: Annotated[
         bool,
         typer.Option(
             "--all",
-            help="Also list settings with default values, and details of the plan.",
+            help="Also list default settings, and details of the plan.",
         ),
     ] = False,
 ) -> None:
