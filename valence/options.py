@@ -125,8 +125,8 @@ class CompareOptions:
     lm_eval_chat: Annotated[
         bool | None,
         Option(
-            help="Whether lm-eval uses chat templates. Otherwise, it asks in plain text. Default:"
-            " as the models are prompted.",
+            help="Whether lm-eval uses chat templates. Otherwise, it asks in plain text. Default: "
+            "as the models are prompted.",
         ),
     ] = None
     other_text: Annotated[
@@ -134,8 +134,8 @@ class CompareOptions:
         Option(
             metavar="FILE",
             help="Texts that measure forgetting: rows, a .txt file, `shipped` (40 texts of "
-            "Valence), or `off`. The result says how much worse the candidate predicts them."
-            " Rows can have any format. Blank lines separate the texts of a .txt file. "
+            "Valence), or `off`. The result says how much worse the candidate predicts them. "
+            "Rows can have any format. Blank lines separate the texts of a .txt file. "
             "Default: shipped, if the models answer prompts.",
         ),
     ] = "auto"
@@ -221,8 +221,8 @@ class ImportOptions:
         str | None,
         Option(
             metavar="NAME",
-            help="With --url: environment variable with the API key. Default: the tool's, such as"
-            " LANGSMITH_API_KEY.",
+            help="With --url: environment variable with the API key. Default: the tool's, such as "
+            "LANGSMITH_API_KEY.",
         ),
     ] = None
     prompt: Annotated[str | None, _path_option("the prompt")] = None
@@ -277,8 +277,8 @@ class SweepOptions:
         list[str],
         Option(
             metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try, or `recommended`. Several settings can follow."
-            " With --search optuna also a range: train.learning_rate=1e-7:1e-5:log.",
+            help="A setting and the values to try, or `recommended`. Several settings can follow. "
+            "With --search optuna also a range: train.learning_rate=1e-7:1e-5:log.",
             autocompletion=completion.settings,
         ),
     ] = field(default_factory=list[str])
@@ -463,8 +463,8 @@ class AuditOptions:
         str | None,
         Option(
             metavar="MODEL|RUN",
-            help="List labels that contradict a classifier on the hidden states of this model. It"
-            " is a run, a recipe, a model folder or a hub id.",
+            help="List labels that contradict a classifier on the hidden states of this model. It "
+            "is a run, a recipe, a model folder or a hub id.",
             autocompletion=completion.run_folders,
         ),
     ] = None
@@ -497,8 +497,8 @@ class SelectOptions:
         str,
         Option(
             metavar="MODEL|RUN",
-            help="Model whose hidden states compare prompts and answers. It is a run, a recipe, a"
-            " model folder or a hub id.",
+            help="Model whose hidden states compare prompts and answers. It is a run, a recipe, a "
+            "model folder or a hub id.",
             autocompletion=completion.run_folders,
         ),
     ]

@@ -142,6 +142,8 @@ COMMON = "{}Unless a loss says otherwise:\n"
 NOTATION = "Symbols: [Notation](index.md#notation). "
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
+PAPER = re.compile(r"([A-Z][\w' -]*(?: et al\.)? \d{4}), arXiv ([\d.]+\d)")
+"""Authors and year, and the number on arXiv."""
 
 
 def pages() -> dict[str, str]:
@@ -225,17 +227,19 @@ def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
 
 def _common_settings(methods: Sequence[Method]) -> dict[str, SettingRow]:
     """The settings whose meaning is the same for several losses of a page, by name."""
-    tables = {method.loss.fn: _settings_of(method) for method in reversed(methods)}
-    rows = [row for table in reversed(tables.values()) for row in table]
+    tables = {method.loss.fn: _settings_of(method) for method in methods}
+    rows = [row for table in tables.values() for row in table]
+    counts: dict[SettingRow, int] = {
+        row: sum(
+            other.name == row.name and _added(other.meaning, row.meaning) is not None
+            for other in rows
+        )
+        for row in rows
+    }
     common = dict[str, SettingRow]()
-    for row in rows:
-        counts = [
-            sum(o.name == row.name and _added(o.meaning, r.meaning) is not None for o in rows)
-            for r in (row, common.get(row.name))
-            if r is not None
-        ]
-        if row.meaning and counts[0] > max(1, *counts[1:], 1):
-            common[row.name] = row
+    for row in sorted(counts, key=counts.__getitem__, reverse=True):
+        if counts[row] > 1 and 3 * counts[row] >= len(tables):
+            common.setdefault(row.name, row)
     return common
 
 
@@ -384,7 +388,7 @@ def _description(doc: Doc) -> str:
 def _text(text: str) -> str:
     """Prose with Markdown characters escaped, and papers as links."""
     escaped = LITERAL.sub(lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", text)
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", escaped)
+    return re.sub(PAPER, r"[\1](https://arxiv.org/abs/\2)", escaped)
 
 
 if __name__ == "__main__":

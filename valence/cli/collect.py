@@ -47,8 +47,8 @@ def collect(
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is"
-            " added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is "
+            "added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[

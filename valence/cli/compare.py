@@ -78,8 +78,8 @@ def compare(
             min=0.0,
             max=1.0,
             metavar="RATE",
-            help="Gate: smallest win rate of the candidate. If it is lower for a judge, exit with"
-            " status 3.",
+            help="Gate: smallest win rate of the candidate. If it is lower for a judge, exit with "
+            "status 3.",
         ),
     ] = None,
     step: Step = None,

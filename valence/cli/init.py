@@ -23,8 +23,8 @@ def init(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="File of rows. It is a .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or"
-            " a section as in a recipe: '{path: FILE, keys: {...}}'.",
+            help="File of rows. It is a .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or "
+            "a section as in a recipe: '{path: FILE, keys: {...}}'.",
         ),
     ] = None,
     recipe: Annotated[

@@ -115,8 +115,8 @@ def sample(
         str,
         typer.Argument(
             metavar="RUN|RECIPE|MODEL",
-            help="Model to sample from. It is a run, a recipe (its model before training), or the"
-            " folder or hub id of a model or adapter.",
+            help="Model to sample from. It is a run, a recipe (its model before training), or the "
+            "folder or hub id of a model or adapter.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],

@@ -79,8 +79,8 @@ def serve(
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is"
-            " added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is "
+            "added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     share: Annotated[
