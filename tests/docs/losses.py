@@ -16,6 +16,7 @@ from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, 
 from valence.config.describe import SettingRow, settings_table
 from valence.losses.modifiers import MODIFIERS
 from valence.methods import METHODS, ONLINE, Method
+from valence.user_code.settings import setting_docs
 
 FOLDER = ROOT / "docs" / "losses"
 
@@ -119,8 +120,8 @@ Symbols: [Notation](index.md#notation).
 
 ## Advantages
 
-Policy-gradient methods train on every completion, with one advantage per token. These formulas replace the *Advantage* of the
-[losses](policy-gradient.md), which is for stored completions.
+Policy-gradient methods train on every completion, with one advantage per token: the *Advantage* of the [loss](policy-gradient.md), with the
+reward as score, but for these methods.
 """
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
@@ -169,7 +170,7 @@ def pages() -> dict[str, str]:
     texts["online"] = "\n".join(
         [
             ONLINE_PAGE,
-            *(_advantage(fn) for fn in dict.fromkeys(ADVANTAGES.values())),
+            *(_advantage(fn) for fn in dict.fromkeys(ADVANTAGES.values()) if _has_settings(fn)),
             BUILDERS_HEAD,
             *(_builder(fn) for fn in builders),
         ]
@@ -341,6 +342,11 @@ def _supporters(methods: Sequence[Method]) -> str:
         elif having:
             parts.append(", ".join(having))
     return "; ".join(parts)
+
+
+def _has_settings(fn: Callable[..., Any]) -> bool:
+    """Whether an advantage differs from that of stored completions, by a KL penalty."""
+    return bool(setting_docs(fn.__doc__ or ""))
 
 
 def _advantage(fn: Callable[..., Any]) -> str:
