@@ -152,8 +152,8 @@ class CompareOptions:
         list[str],
         Option(
             metavar="FILE",
-            help="File of thumbs or pairs from people, to measure each judge's agreement with "
-            "them. Can be repeated.",
+            help="File of thumbs or pairs from people, to measure how judges agree with them. Can"
+            " be repeated.",
         ),
     ] = field(default_factory=list[str])
     min_agreement: Annotated[
@@ -179,7 +179,7 @@ class CompareOptions:
         Option(
             min=0.0,
             max=1.0,
-            help="Fail if a judge has no verdict on a larger share of the prompts.",
+            help="Fail if a judge has no verdict on a larger share of prompts.",
         ),
     ] = 0.1
     max_new_tokens: Annotated[int, _max_new_tokens()] = 256
@@ -479,7 +479,8 @@ class AuditOptions:
         Path | None,
         Option(
             help="Write the rows to this .jsonl file: with --model the most suspicious first, "
-            "with findings in `info.audit`; with --review the reviewed rows.",
+            "with --review the reviewed ones. With --model, the findings are in "
+            "`info.audit`.",
         ),
     ] = None
     top: Annotated[int, Option(min=1, help="Suspicious rows to list.")] = 20

@@ -49,21 +49,21 @@ TAIL = """\
 | 0 | done; also a run that ended early because of `run.early_stop` or `train.max_zero_gradient_steps` |
 | 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
 | 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
-| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
-| 124 | `run.max_time` was reached, state saved |
-| 129 | stopped by SIGHUP (the terminal was closed), state saved |
-| 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
-| 137 | killed (`kill -9`, or by the system when memory runs out): the steps since the last checkpoint are lost |
-| 138 | stopped by SIGUSR1, state saved |
-| 143 | stopped by SIGTERM, state saved |
+| 3 | `valence compare`: the model fails a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
+| 124 | `run.max_time` was reached |
+| 129 | SIGHUP (the terminal was closed) |
+| 130 | Ctrl-C; a second one exits immediately |
+| 137 | killed (`kill -9`, or by the system when memory runs out) |
+| 138 | SIGUSR1 |
+| 143 | SIGTERM |
 
-Run the same command again after 124, 129, 130, 137, 138 or 143. It [resumes](train/runs.md). With `--nproc`, the statuses are the same but
-for a killed process. torchrun and `accelerate launch` turn all but 0 into 1.
+After 124 and above, the same command [resumes](train/runs.md) from the saved state, after 137 from the last checkpoint. torchrun and
+`accelerate launch` turn all but 0 into 1.
 
 ## Output for programs
 
-With `--json`, standard output has JSON only, and other messages go to standard error. On failure, the object has `status: "failed"`, `error`
-and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its messages and their fixes.
+With `--json`, standard output has JSON only; messages go to standard error. On failure, the object has `status: "failed"`, `error` and a
+stable `code`, such as `setting-unknown`, which `valence docs CODE` explains.
 
 | Command | Output |
 | --- | --- |

@@ -138,7 +138,7 @@ LABELS = {
     "first step": "First step",
     "implicit reward": "Implicit reward",
 }
-"""The facts on these pages. Modifiers are on a page of their own, and the index explains columns."""
+"""The facts on these pages. Modifiers have their page, and the index explains columns."""
 COMMON = "{}Unless a loss says otherwise:\n"
 NOTATION = "Symbols: [Notation](index.md#notation). "
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")

@@ -35,6 +35,7 @@ All settings of a recipe but those under `loss`, which depend on the method: see
 SHORT = {
     "a number of at least 0 and at most 1": "0 to 1",
     "a list of 2 items (each a number)": "two numbers",
+    "a list of 2 items (a number below 0, a number above 0)": "two numbers, < 0 and > 0",
     "a list of 2 items (each a number of at least 0 and below 1)": "each ≥ 0 and < 1",
     "a list (each a whole number of at least 0)": "list of integers ≥ 0",
     "a whole number above 0 and": "integer",

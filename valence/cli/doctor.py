@@ -30,7 +30,7 @@ def doctor(
         bool,
         typer.Option(
             "--network",
-            help="Also check whether the hub can be reached. This takes up to 3 seconds.",
+            help="Also check whether the hub can be reached. It waits at most 3 seconds.",
         ),
     ] = False,
     as_json: Annotated[

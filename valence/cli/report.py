@@ -28,8 +28,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|FILE...",
-            help="Run folders, folders with runs, or the --out file of `valence serve` with two "
-            "models. Default: list the folder runs.",
+            help="Runs, folders with runs, or the --out file of an A/B test (`valence serve`). "
+            "Default: list the folder runs.",
             autocompletion=completion.run_folders,
         ),
     ] = None,

@@ -312,8 +312,8 @@ class LoraSettings(Section):
     Above 0, the result depends on how a step is split into micro-batches.
     """
     targets: NamesOrPattern = "all-linear"
-    """Linear layers that get an adapter: a list of names, or a regular expression for full names.
-    all-linear: all but the head.
+    """Linear layers with an adapter: names, or a regular expression for full names. all-linear: all
+    but the head.
     """
     exclude_modules: NamesOrPattern | None = None
     """Layers of `targets` without an adapter, written like `targets`."""
@@ -334,11 +334,11 @@ class LoraSettings(Section):
     alpha_pattern: dict[Text, PositiveFloat] = Field(default_factory=dict[str, float])
     """alpha of single layers, written like `rank_pattern`."""
     layers_to_transform: list[NonNegativeInt] | NonNegativeInt | None = None
-    """Decoder layers, from 0, that get an adapter. Default: all."""
+    """Decoder layers with an adapter, from 0. Default: all."""
     layers_pattern: list[Text] | Text | None = None
     """Name of the model's list of layers, if PEFT does not find it."""
     target_parameters: list[Text] | None = None
-    """Other parameters that get an adapter, such as the experts of a mixture of experts."""
+    """Other parameters with an adapter, such as the experts of a mixture of experts."""
     modules_to_save: list[Text] | None = None
     """Modules to train in full, such as `lm_head`."""
     trainable_token_indices: list[NonNegativeInt] | dict[Text, list[NonNegativeInt]] | None = None
@@ -508,10 +508,12 @@ class Teacher(Section):
     rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     """With ema: share of the policy's weights in each step's average."""
     context: Literal["feedback", "demonstration", "either"] = "feedback"
-    """What the teacher reads after the prompt. feedback: the column `feedback`, what the user
-    wrote; with a reward, the text it returns. demonstration: a good completion from that column;
-    with a reward, the best one of the prompt, for worse ones. either (with a reward): its text,
-    else such a completion.
+    """What the teacher reads after the prompt. feedback: the column `feedback`; with a reward, the
+    text that it returns. demonstration: a good completion in that column; with a reward, the best
+    completion of the prompt, for the others. either (with a reward): its text, else such a
+    completion.
+
+    With context feedback, that column has what the user wrote about the completion.
     """
     template: Text | None = None
     """The text after the prompt, with `{feedback}`. Default: neutral sentences.
@@ -577,12 +579,11 @@ class Data(Section):
     eval: Annotated[
         list[SourceSettings] | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_share)
     ] = Field(default_factory=list[SourceSettings])
-    """Files to evaluate on during training, or a share of the prompts of data.train to hold out,
-    such as 0.1.
+    """Files to evaluate on during training, or a share of the prompts of data.train to hold out.
 
-    A hash of data.eval_seed and of the prompt up to its first user message decides, so that all
-    rows of a prompt are on the same side, and stay there when rows are added. The share is
-    therefore approximate.
+    With a share such as 0.1, a hash of data.eval_seed and of the prompt up to its first user
+    message decides, so that all rows of a prompt are on the same side, and stay there when rows are
+    added. The share is therefore approximate.
     """
     eval_seed: NonNegativeInt = 0
     """Another number holds out other prompts for a share."""
@@ -591,8 +592,7 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """Leave out rows longer than max_length, or cut the end of the completion or the start of the
-    prompt.
+    """Leave out rows above max_length, or cut the end of the completion or the start of the prompt.
 
     cut_completion adds no end-of-turn token. cut_prompt cuts the oldest turns first, and never the
     last user turn.
@@ -605,8 +605,8 @@ class Data(Section):
     train_on: Literal["completion", "assistant"] = "completion"
     """Train on the last assistant turn of a demonstration (completion), or on all (assistant)."""
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt becomes a user message of the chat template, and a transcript its
-    turns. auto: if the tokenizer has one.
+    """Whether a text prompt becomes a user message, and a transcript its turns. auto: if the
+    tokenizer has a chat template.
 
     Its completion becomes the assistant message. false: text is not wrapped, which is right for
     base models and for rows that are rendered with the template already. Evaluation, sampling and
@@ -685,8 +685,8 @@ class RewardSettings(Section):
     """One reward of a completion. Several are added, each multiplied by its weight."""
 
     reward: Text
-    """A function (`package.module:function`), a rule (see `valence docs`), the folder or hub id of
-    a reward model, or the address of a server (`http://host:port/get_reward`).
+    """A function (`package.module:function`), a rule, the folder or hub id of a reward model, or
+    the address of a server (`http://host:port/get_reward`).
 
     Separate several addresses with commas: if one server fails, the next one is called.
     """
@@ -773,7 +773,9 @@ class Rollout(Section):
     """Divides the logits, also in training for methods with a ratio of probabilities."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with this total probability. Must be 1 for methods
-    with a ratio of probabilities, such as grpo, ppo and rloo.
+    with a ratio of probabilities.
+
+    These are grpo, ppo, rloo and others.
     """
     at_once: PositiveInt | None = None
     """Completions per batch of engine hf. Default: 64; on a GPU up to 512.
@@ -799,8 +801,8 @@ class Rollout(Section):
     model in memory if needed.
     """
     engine: Text = "hf"
-    """hf (this process), vllm (a server that receives the current weights), openai (a server with
-    OpenAI's completions API and fixed weights), or a plugin by its name or import path.
+    """hf (this process), vllm (a server that receives the weights), openai (a server with OpenAI's
+    completions API and fixed weights), or a plugin: a name or import path.
     """
     url: list[Text] | Text | None = None
     """Address of the server, or of several that share the prompts."""
@@ -817,14 +819,14 @@ class Rollout(Section):
     the first process.
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """With start: share of each GPU's memory for the server. Default: vLLM's, or what a training
+    """With start: the server's share of each GPU's memory. Default: vLLM's, or what a training
     process leaves free.
 
     On a GPU with a training process, the default follows from the memory estimate.
     """
     sleep: bool | Literal["auto"] = "auto"
-    """Whether the server frees its GPU memory during training steps. auto: with start, if it shares
-    a GPU with a training process.
+    """Whether the server frees its GPU memory during training steps. auto: with start, on a GPU
+    that also trains.
     """
     transport: Literal["auto", "disk", "gloo", "nccl", "ipc", "lora"] = "auto"
     """How weights reach a vLLM server. auto: lora with an adapter, else ipc on a shared CUDA
@@ -850,7 +852,9 @@ class Rollout(Section):
     """
     max_mismatch: PositiveFloat | None = None
     """Stop when the log-probabilities of check_prompts differ by more nats per token, on average.
-    Default: 0.005 if both sides compute in float32, else 0.1.
+    Default: 0.005 in float32, else 0.1.
+
+    The default is 0.005 if both sides compute in float32.
     """
 
     @property
@@ -967,8 +971,8 @@ class Train(Section):
     reward, prompts per round.
     """
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens per micro-batch; changes memory and speed, not the result. auto: as many as fit into
-    memory and make steps faster.
+    """Tokens per micro-batch, for memory and speed; the result is the same. auto: as many as fit
+    into memory and make steps faster.
 
     With adapter dropout or train.router_aux_loss, the result changes too. A resumed run keeps the
     number.
@@ -998,7 +1002,7 @@ class Train(Section):
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate to 0 after the warm-up. constant: none."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
-    """Steps over which the learning rate rises from 0. Below 1: a fraction of all steps."""
+    """Steps in which the learning rate rises from 0. Below 1: a fraction of all."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -1031,7 +1035,7 @@ class Train(Section):
     """
     router_aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture of experts; 0.01 in its paper (arXiv
-    2101.03961). 0: none.
+    2101.03961).
 
     The paper is Switch Transformers. Most configurations of transformers have 0.001. The loss is
     added to that of every step. It covers all tokens, prompts included, of the sequences that are
@@ -1093,8 +1097,8 @@ class Parallel(Section):
     processes other rows.
     """
     shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
-    """With shard full: processes over which one copy of the model is sharded, such as those of a
-    host (HSDP). Default: all.
+    """With shard full: processes that share one copy of the model, such as those of a host (HSDP).
+    Default: all.
 
     Each such group of consecutive processes has a replica, and the replicas add up their gradients
     once per step (hybrid sharding). With tensor N, a group has N times as many processes.
@@ -1163,10 +1167,11 @@ class Eval(Section):
     """
     other_text: Text = "auto"
     """Texts that measure forgetting: shipped (40 short texts), a file, or off. auto: shipped for
-    methods with a teacher (hindsight, distill, online_distill), else off.
+    methods with a teacher, else off.
 
-    The report shows how much worse the trained model predicts them than the model before training.
-    A file has rows of any format, or plain text (.txt) with blank lines between the texts.
+    Methods with a teacher are hindsight, distill and online_distill. The report shows how much
+    worse the trained model predicts the texts than the model before training. A file has rows of
+    any format, or plain text (.txt) with blank lines between the texts.
     """
 
 
@@ -1296,7 +1301,7 @@ class RunSection(Section):
     Until then, training continues.
     """
     max_time: Clock = None
-    """Time limit, as "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then saves its state and exits
+    """Time limit, "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then saves its state and exits
     with status 124; rerun the command to resume.
 
     Training finishes its step first. The limit includes loading the model; leave time for one step
@@ -1358,8 +1363,8 @@ class Recipe(Section):
     eval: Eval = Eval()
     """Evaluation during training."""
     reward: list[RewardSettings] = Field(default_factory=list[RewardSettings])
-    """Rewards of the policy's completions, for online training: one section, or a list. The rows
-    of data.train are then prompts.
+    """Rewards of the policy's completions: one section, or a list. The rows of data.train are then
+    prompts.
     """
     rollout: Rollout = Rollout()
     """How the policy is sampled."""

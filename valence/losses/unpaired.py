@@ -28,7 +28,7 @@ def kto(
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     z0[S]: the reference point (nats), no gradient.
 
-    beta: regularization towards the reference.
+    beta: regularization towards the reference; small values let the policy move further.
     desirable_weight: weight of thumbs up.
     undesirable_weight: weight of thumbs down.
     """
