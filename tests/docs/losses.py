@@ -139,8 +139,8 @@ LABELS = {
     "implicit reward": "Implicit reward",
 }
 """The facts on these pages. Modifiers have their page, and the index explains columns."""
-COMMON = "{}Unless a loss says otherwise:\n"
-NOTATION = "Symbols: [Notation](index.md#notation). "
+NOTATION = "Symbols: [Notation](index.md#notation).\n"
+COMMON = f"{NOTATION.rstrip()} Unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
 PAPER = re.compile(r"([A-Z][\w' -]*(?: et al\.)? \d{4}), arXiv ([\d.]+\d)")
@@ -156,9 +156,9 @@ def pages() -> dict[str, str]:
         shown = {heading: text for heading, text in common.items() if heading != "rows"}
         parts = [f"# {title}\n", f"{introduction}\n"]
         if len(methods) > 1:
-            parts += [COMMON.format(NOTATION), _facts_list(shown) + _settings_list(rows.values())]
+            parts += [COMMON, _facts_list(shown) + _settings_list(rows.values())]
         else:
-            parts += [f"{NOTATION.rstrip()}\n"]
+            parts += [NOTATION]
         sections = [_section(method, common, rows) for method in methods]
         texts[name] = "\n".join([*parts, *sections])
     texts["modifiers"] = "\n".join([MODIFIERS_PAGE, *(_modifier(name) for name in MODIFIERS)])

@@ -44,8 +44,8 @@ def audit(
     page: PageOptions = PageOptions(),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Check the labels of rated rows: contradictions, agreement between raters, labels that can be
-    predicted from length or format alone and, with --model, labels that are likely wrong.
+    """Check labels: contradictions, agreement between raters, labels that length or format alone
+    predict and, with --model, labels that are likely wrong.
 
     With --review, you keep, flip or drop the suspicious rows in a web page.
     """

@@ -92,8 +92,8 @@ def compare(
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Compare the answers of two models on held-out prompts: the candidate's win rate over the
-    baseline with its confidence interval, overall and by tag.
+    """Compare the answers of two models on held-out prompts: the candidate's win rate with its
+    confidence interval, overall and by tag.
 
     With --at-least, --max-broken or --max-forgetting, the exit status is a release gate. `--step`
     is the checkpoint of the baseline. `valence report RUN RUN` compares training metrics.

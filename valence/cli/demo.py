@@ -20,9 +20,8 @@ def demo(
     ),
     quiet: Quiet = False,
 ) -> None:
-    """Train a small model on examples that come with Valence: the answers of an online shop's
-    support agents. Downloads the model (270 MB) and takes about five minutes on two CPU cores.
-    Rerun it to resume.
+    """Train a small model on examples of Valence, answers of an online shop's support. Downloads
+    the model (270 MB) and takes about five minutes on two CPU cores. Rerun it to resume.
     """
     from valence.shipped import write_demo
 

@@ -39,8 +39,8 @@ def import_(
         ),
     ] = False,
 ) -> None:
-    """Convert the votes of a chat or annotation tool into rows for training. A newer export into
-    the same file adds new votes and updates changed ones.
+    """Convert the votes of a chat or annotation tool into rows. A newer export into the same file
+    adds new votes and updates changed ones.
     """
     if list_sources:
         console.print(_table())

@@ -57,8 +57,8 @@ def init(
         "recipe.yaml"
     ),
 ) -> None:
-    """Write a recipe for a file of rows: choose the method by its columns and rows, and hold out a
-    part of the prompts to evaluate on.
+    """Write a recipe for a file of rows: choose the method by its rows, and hold out some prompts
+    to evaluate on.
     """
     if recipe is not None:
         _write_shipped(recipe, out, {"FILE": file, "--model": model, "--method": method})

@@ -59,8 +59,8 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Show a row as it is read, its training examples, and their tokens with the trained tokens
-    coloured. For a bad row, show why it cannot be used.
+    """Show a row as it is read, its training examples, and their tokens, the trained ones coloured;
+    or why a bad row cannot be used.
     """
     from valence.cli.inspect_rows import RowSelection, show_stages, tokens_as_json
 

@@ -57,8 +57,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """List runs, rewrite the report of a run, compare several runs, or show the result of an A/B
-    test.
+    """List runs, rewrite the report of a run, compare runs, or show the result of an A/B test.
 
     A comparison has metrics, settings that differ, curves, and rows on which the runs disagree. An
     A/B test may be looked at at any time: the error probability stays at most 5 %.

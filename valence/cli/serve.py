@@ -172,9 +172,9 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model to your app: POST /v1/chat/completions, compatible with OpenAI's API, and POST
-    /feedback. With two models, run an A/B test; `valence report FILE` shows its result. With
-    --reward, serve a reward to trainers.
+    """Serve a model to your app: POST /v1/chat/completions, as in OpenAI's API, and POST /feedback.
+    With two models, run an A/B test, whose result `valence report FILE` shows. With --reward, serve
+    a reward to trainers.
     """
     require_server_libraries("serve", "prometheus_client")
     unused = [

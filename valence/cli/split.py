@@ -48,8 +48,8 @@ def split(
         bool, typer.Option("--overwrite", help="Replace files that exist.")
     ] = False,
 ) -> None:
-    """Divide a file by its prompts into rows to train on and rows to evaluate on. A recipe with
-    `data.eval: 0.1` holds out the same rows without files.
+    """Divide a file by its prompts into rows to train on and rows to evaluate on. `data.eval: 0.1`
+    in a recipe holds out the same rows without files.
     """
     from valence.data.split import PromptSplit
     from valence.errors import UserError

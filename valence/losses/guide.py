@@ -27,9 +27,9 @@ class Guide:
 
 GUIDE: dict[str, Guide] = {
     "kto": Guide(
-        "The default for thumbs, in any proportion. Tolerates wrong labels: a completion "
-        "whose reward strongly contradicts its label has almost no gradient. If one class is "
-        "much larger, set `class_weights: auto`.",
+        "The default for thumbs, in any proportion. Tolerates wrong labels: a completion that "
+        "strongly contradicts its label has almost no gradient. If one class is much larger, "
+        "set `class_weights: auto`.",
         "The loss starts at half the mean class weight (0.5). `rewards/margins` and `rewards/auc` "
         "rise. `kl` is often 0 at first, because `kl/raw` is below 0. If `rewards/chosen` and "
         "`rewards/rejected` both fall, lower the learning rate or raise `desirable_weight`.",
@@ -42,16 +42,15 @@ GUIDE: dict[str, Guide] = {
     ),
     "bco": Guide(
         "Thumbs with reliable labels, on prompts of the same kind. Wrong labels do more harm "
-        "than with kto: completions whose reward contradicts the label have the largest "
-        "gradient.",
+        "than with kto: they have the largest gradient.",
         "The loss starts at log 2 = 0.693 and has no upper bound. The threshold delta follows the "
         "mean reward of both classes, so look at `rewards/margins` and not at the sign of a "
         "reward.",
     ),
     "aot_unpaired": Guide(
         "Thumbs, to move the whole distribution of rewards of one class above that of the "
-        "other. Use large steps with both classes in each (`data.stratify`): a step ignores "
-        "surplus completions of the larger class, and changes nothing if it has one class.",
+        "other. Use large steps with both classes (`data.stratify`): a step ignores surplus "
+        "completions of the larger class, and does nothing with one class.",
         "The loss starts at log 2 = 0.693. If a step has several micro-batches, the policy's "
         "forward pass runs twice.",
     ),
@@ -75,8 +74,8 @@ GUIDE: dict[str, Guide] = {
         "and keeps falling, so look at `rewards/accuracies` on held-out pairs.",
     ),
     "ipo": Guide(
-        "Few pairs, or labels without noise. There, dpo increases the difference of the "
-        "log-ratios without limit; ipo has a finite target.",
+        "Few pairs, or labels without noise, for which dpo increases the difference of the "
+        "log-ratios without limit.",
         "The loss starts at 1/(2*tau)^2 = 25 and stays near it while `rewards/accuracies` rises, "
         "because the target, a difference of 5 nats per token, is rarely reached. Gradients are "
         "large, and are clipped in most steps.",
@@ -123,9 +122,9 @@ GUIDE: dict[str, Guide] = {
         "`rewards/margins` rises.",
     ),
     "exo": Guide(
-        "A policy that should concentrate on some of the completions that the labels favour "
-        "instead of covering all. Keep `label_smoothing` above 0: it is part of the method, "
-        "and 0 is clamped to 1e-6.",
+        "A policy that should concentrate on some of the favoured completions instead of "
+        "covering all. Keep `label_smoothing` above 0: it is part of the method; 0 is clamped "
+        "to 1e-6.",
         "The loss starts at 2.76. Its minimum is at a difference d = log((1-e)/e)/beta = 69 nats.",
     ),
     "nca": Guide(
@@ -150,7 +149,7 @@ GUIDE: dict[str, Guide] = {
         "loses against the reference, so `logratio/chosen` stays at 0 or above.",
     ),
     "discopop": Guide(
-        "Experiments: the loss was found by search, has no derivation and is not convex.",
+        "Experiments: the loss has no derivation.",
         "The loss starts at 0.847. The first steps can lower `rewards/accuracies` below 0.5, "
         "because the slope at d = 0 has the opposite sign.",
     ),
@@ -161,7 +160,7 @@ GUIDE: dict[str, Guide] = {
         "forward pass runs twice.",
     ),
     "sft": Guide(
-        "The default for demonstrations, and the usual first training for a model that does "
+        "The default for demonstrations, and the usual first training of a model that does "
         "not answer in the right form.",
         "The loss is the negative of `logps/token`. If the held-out loss rises while the training "
         "loss falls, the model overfits, on small data after two or three epochs.",
@@ -173,10 +172,10 @@ GUIDE: dict[str, Guide] = {
         "at `logps/token` instead.",
     ),
     "hindsight": Guide(
-        "Completions with comments, corrections or the user's next message, without labels; "
-        "or a reward that says in words what is wrong. Works only if the model answers "
-        "differently when it has read the feedback: the test before training says whether it "
-        "does; small models often do not.",
+        "Comments, corrections or the user's next message, without labels; or a reward that "
+        "says in words what is wrong. Works only if the model answers differently when it has "
+        "read the feedback: the test before training says whether it does; small models "
+        "often do not.",
         "The loss says little. `signal/mean` is the mean difference between the log-probabilities "
         "of teacher and policy (nats per token): below 0 where feedback complains. It moves "
         "towards 0 with `teacher.weights: initial`. `signal/clipped` should be near 0. A falling "
@@ -184,10 +183,10 @@ GUIDE: dict[str, Guide] = {
         "collapse: lower the learning rate.",
     ),
     "distill": Guide(
-        "A larger teacher with the same tokenizer. On stored completions it says more than "
-        "sft: how likely each token of the vocabulary is. As online_distill, the model "
-        "completes the prompts itself and learns where the teacher would go on differently, "
-        "which corrects its own mistakes and needs no reward.",
+        "A larger teacher with the same tokenizer. On stored completions, it shows more than "
+        "sft: how likely each token of the vocabulary is. As online_distill, the model learns "
+        "where the teacher would continue its completions differently, which corrects its "
+        "own mistakes and needs no reward.",
         "The loss is the divergence from the teacher (nats per token). It falls and never reaches "
         "0 where the model is too small. `entropy` falls with `beta: 1`. As online_distill, also "
         "look at `rollout/length` and `rollout/distinct_4grams`.",
@@ -195,10 +194,9 @@ GUIDE: dict[str, Guide] = {
         "of a completion.",
     ),
     "grpo": Guide(
-        "The default for rewards. Expect less from stored completions, which the policy did "
-        "not sample, than from online training. A group (the completions of one prompt) with "
-        "equal scores changes nothing; one with small differences counts as much as any "
-        "other.",
+        "The default for rewards. Expect less from stored completions than from online "
+        "training. A group (the completions of one prompt) with equal scores changes nothing; "
+        "one with small differences counts as much as any other.",
         "The loss starts near 0, because advantages cancel within a group, and its value says "
         "little. `logratio/token` shows how far the policy has moved. If `clipped` exceeds a few "
         "percent, take fewer steps on the same completions.",
@@ -216,20 +214,20 @@ GUIDE: dict[str, Guide] = {
     ),
     "dapo": Guide(
         "Instead of grpo, for long completions and many steps: long bad completions are "
-        "penalized in full, and unlikely tokens can become more likely, which preserves "
-        "diversity. Online training replaces prompts whose completions have equal rewards.",
+        "penalized in full, and unlikely tokens can become likelier, which preserves "
+        "diversity. Online, prompts whose completions have equal rewards are replaced.",
         "Same as for grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),
     "gspo": Guide(
-        "Instead of grpo, for rewards of whole completions and for mixtures of experts, where the "
-        "ratios of single tokens are noisy. A completion is clipped as a whole or not at all.",
+        "Instead of grpo, for rewards of whole completions and for mixtures of experts, where "
+        "ratios of single tokens are noisy. Clips whole completions or none.",
         "`clipped` is a share of completions, often 10 to 20 percent or more, because the interval "
         "is narrow. This is normal.",
     ),
     "cispo": Guide(
-        "Instead of grpo, if rare tokens matter, such as those that start a self-correction. Only "
-        "the cap limits the policy, so take few steps on the same completions.",
+        "Instead of grpo, if rare tokens matter, such as those that start a self-correction. "
+        "Only the cap limits the policy: take few steps on the same completions.",
         "Ignore the value of the loss. `clipped` is the share of tokens at the cap, near 0 by "
         "default.",
     ),
@@ -248,9 +246,9 @@ GUIDE: dict[str, Guide] = {
         "completions.",
     ),
     "ppo": Guide(
-        "Rewards that are comparable across prompts. Online, a value head estimates the "
-        "expected return at every token, at the cost of another head or model to train. "
-        "Stored completions use no value head: scores are normalized over the step.",
+        "Rewards that are comparable across prompts. Online, a value head, which is also "
+        "trained, estimates the expected return at every token. Stored completions use none: "
+        "scores are normalized over the step.",
         "Same as for grpo. `value/explained` should rise from 0. If it is negative, the value head "
         "does harm: change its learning rate first.",
         "Proximal policy optimization: maximize the advantage, weighted by the probability ratio, "
