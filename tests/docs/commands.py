@@ -26,7 +26,7 @@ All commands with their arguments and options. `--help` of a command says more, 
 - Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
   another GPU, an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, or under
   torchrun and `accelerate launch` ([several processes](scale.md)).
-- `valence --install-completion` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
 - Parentheses have the default of an option.
 - `RECIPE` stands for a YAML file, `RUN` for the folder of a run, and `MODEL` for the folder or hub id of a model or adapter. The model of a
   recipe is the one before training.
@@ -63,7 +63,7 @@ After 124 and above, the same command [resumes](train/runs.md) from the saved st
 ## Output for programs
 
 With `--json`, standard output has JSON only; messages go to standard error. On failure, the object has `status: "failed"`, `error` and a
-stable `code`, such as `setting-unknown`, which `valence docs CODE` explains.
+stable `code`, such as `setting-unknown`. `valence docs CODE` explains it.
 
 | Command | Output |
 | --- | --- |

@@ -40,13 +40,14 @@ also its training curves. [Choose a method](../train/methods.md) helps you to ch
 | `s` | sigmoid, `1/(1 + exp(-x))` |
 | `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` with the column `soft` |
 | `margin` | required lead of the chosen completion: the column `margin`, else 0 |
-| `z0` | reference point of kto: the mean of `r` over each prompt of the step with another row's completion, at least 0 |
+| `z0` | reference point of kto: the mean of `r` over each prompt of the step with another row's completion (mismatched completions), at least 0 |
 | `delta` | threshold of bco and bco_pair: running mean, saved with the run, of the midpoint between the mean `beta*r` of the good and of the bad completions of a step |
 | `A`, `rho` | advantage; probability of a token (or completion) under the policy, divided by that under the policy that sampled it |
 | `G`, `R` | completions per prompt; reward (or score) of a completion |
 | `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the [value](modifiers.md#value) term |
 | `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
 | `score`, `target` | output of a reward model; the row's score, or 1 for thumbs up and 0 for thumbs down |
+| `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 | `sg` | stop-gradient |
 
 Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by their number, not by the sum of weights.
