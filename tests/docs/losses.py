@@ -59,8 +59,7 @@ Every row can have a `weight`. The loss of a step is the weighted sum over its e
 - *Average* says what the loss is averaged over.
 - *First step* is the direction in which a step moves the model while policy and reference are equal.
 - *Implicit reward* is the value of `rewards/*` in the log (see [Metrics](../metrics.md)).
-- Parentheses have the default of a setting, as code, and its other values. Without a default, it is `null`. Numbers are above 0 unless another
-  range is given.
+- [Settings](../settings.md) explains the values in parentheses.
 - [Modifiers](modifiers.md) name the losses that support them, and [Python](../api/losses.md) the tensors and shapes that a loss reads.
 """
 
