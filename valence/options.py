@@ -46,7 +46,7 @@ AtOnce = Annotated[
     int | None,
     Option(
         min=1,
-        help="Answers per batch; a killed command loses at most one batch. Default: 64.",
+        help="Answers per batch, the most that a killed command loses. Default: 64.",
     ),
 ]
 
@@ -57,22 +57,22 @@ class CompareOptions:
 
     prompts: Annotated[
         list[str],
-        Option(metavar="FILE", help="File of held-out prompts for both models. Can be repeated."),
+        Option(metavar="FILE", help="File of held-out prompts. Can be repeated."),
     ] = field(default_factory=list[str])
     judge: Annotated[
         list[str],
         Option(
             metavar="REWARD",
-            help="Judge of the answers: a rule, a function, a reward model, the address of a "
-            "server, or a section as in a recipe. Can be repeated; each judge has a win rate. "
-            "A section is a YAML file or '{reward: NAME, settings: {...}}'.",
+            help="Reward that judges the answers. It is a rule, a function, a reward model, the "
+            "address of a server, or a section as in a recipe. Can be repeated; each judge "
+            "has a win rate. A section is a YAML file or '{reward: NAME, settings: {...}}'.",
         ),
     ] = field(default_factory=list[str])
     out: Annotated[
         Path,
         Option(
             metavar="FOLDER",
-            help="Folder for all results; rerun with the same folder to resume.",
+            help="Folder for all results. Rerun with the same folder to resume.",
         ),
     ] = Path("comparison")
     assertions: Annotated[
@@ -103,15 +103,15 @@ class CompareOptions:
         str | None,
         Option(
             metavar="TASKS",
-            help="Tasks, groups or tags of lm-eval to evaluate, such as arc_easy,hellaswag, or "
-            "YAML files of tasks. Needs no --prompts.",
+            help="Tasks, groups, tags or YAML files of lm-eval to evaluate. Such as "
+            "arc_easy,hellaswag. Needs no --prompts.",
         ),
     ] = None
     lm_eval_include: Annotated[
         list[Path],
         Option(
             metavar="FOLDER",
-            help="Folder with YAML files of your tasks for lm-eval. Can be repeated.",
+            help="Folder with your tasks for lm-eval (YAML files). Can be repeated.",
         ),
     ] = field(default_factory=list[Path])
     lm_eval_fewshot: Annotated[
@@ -120,23 +120,23 @@ class CompareOptions:
     ] = None
     lm_eval_limit: Annotated[
         int | None,
-        Option(min=1, help="Ask only the first N questions of each task."),
+        Option(min=1, help="Only the first N questions of each task."),
     ] = None
     lm_eval_chat: Annotated[
         bool | None,
         Option(
-            help="Ask the questions of lm-eval with chat templates, or as plain text. Default: as "
-            "the models are prompted.",
+            help="Whether lm-eval uses chat templates. Otherwise, it asks in plain text. Default: "
+            "as the models are prompted.",
         ),
     ] = None
     other_text: Annotated[
         str,
         Option(
             metavar="FILE",
-            help="Texts that measure forgetting: rows of any format, a .txt file, `shipped` (40 "
-            "texts of Valence), or `off`. The result says how much worse the candidate "
-            "predicts them. Blank lines separate the texts of a .txt file. Default: shipped, "
-            "if the models answer prompts.",
+            help="Texts that measure forgetting: rows, a .txt file, `shipped` (40 texts of "
+            "Valence), or `off`. The result says how much worse the candidate predicts them. "
+            "Rows can have any format. Blank lines separate the texts of a .txt file. "
+            "Default: shipped, if the models answer prompts.",
         ),
     ] = "auto"
     max_forgetting: Annotated[
@@ -144,16 +144,16 @@ class CompareOptions:
         Option(
             min=0.0,
             metavar="NATS",
-            help="Gate: exit with status 3 if the candidate's loss on --other-text is more than "
-            "NATS per token above the baseline's.",
+            help="Gate: the candidate's loss on --other-text may exceed the baseline's by NATS "
+            "per token. Otherwise, exit with status 3.",
         ),
     ] = None
     labels: Annotated[
         list[str],
         Option(
             metavar="FILE",
-            help="File of thumbs or pairs from people, to measure how well each judge agrees with "
-            "them. Can be repeated.",
+            help="File of thumbs or pairs from people, to measure how judges agree with them. Can"
+            " be repeated.",
         ),
     ] = field(default_factory=list[str])
     min_agreement: Annotated[
@@ -171,7 +171,7 @@ class CompareOptions:
         str | None,
         Option(
             metavar="COLUMN",
-            help="Column of the prompts to group the win rates by. Default: tags or tag.",
+            help="Column of the prompts to group win rates by. Default: tags or tag.",
         ),
     ] = None
     max_failed: Annotated[
@@ -179,16 +179,14 @@ class CompareOptions:
         Option(
             min=0.0,
             max=1.0,
-            help="Fail if a judge has no verdict on more than this share of the prompts.",
+            help="Fail if a judge has no verdict on a larger share of prompts.",
         ),
     ] = 0.1
     max_new_tokens: Annotated[int, _max_new_tokens()] = 256
     temperature: Annotated[float, _temperature()] = 0.7
     top_p: Annotated[float, _top_p(min=0.0, max=1.0)] = 1.0
     at_once: AtOnce = None
-    seed: Annotated[
-        int, Option(help="Random seed of the answers and of the confidence intervals.")
-    ] = 0
+    seed: Annotated[int, Option(help="Random seed.")] = 0
     fresh: Annotated[
         bool,
         Option("--fresh", help="Rename the existing output, and start over."),
@@ -197,7 +195,7 @@ class CompareOptions:
 
 def _path_option(meaning: str) -> Any:
     """An option for the place of one part of a row in an export."""
-    return Option(metavar="PATH", help=f"Dotted path of {meaning} in the export.")
+    return Option(metavar="PATH", help=f"Dotted path of {meaning}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,26 +205,24 @@ class ImportOptions:
     out: Annotated[
         Path,
         Option(
-            help="Write the rows to this .jsonl file, and rows of other kinds to files next to it.",
+            help="Write the rows to this .jsonl file, and those of other kinds next to it.",
         ),
     ] = Path("feedback.jsonl")
     since: Annotated[
         str | None,
         Option(
             metavar="DATE|last",
-            help="Skip older votes: an ISO date, or `last` for the newest vote in --out.",
+            help="Skip votes before an ISO date, or before the `last` vote in --out.",
         ),
     ] = None
     model: Annotated[str | None, Option(help="Skip votes on completions of other models.")] = None
-    url: Annotated[
-        str | None, Option(help="Read from the tool's server instead of from files.")
-    ] = None
+    url: Annotated[str | None, Option(help="Read from the tool's server instead of files.")] = None
     token_env: Annotated[
         str | None,
         Option(
             metavar="NAME",
-            help="With --url: environment variable with the API key. Default: that of the tool, "
-            "such as LANGSMITH_API_KEY.",
+            help="With --url: environment variable with the API key. Default: the tool's, such as "
+            "LANGSMITH_API_KEY.",
         ),
     ] = None
     prompt: Annotated[str | None, _path_option("the prompt")] = None
@@ -236,26 +232,26 @@ class ImportOptions:
     correction: Annotated[str | None, _path_option("a corrected completion")] = None
     label: Annotated[str | None, _path_option("the vote")] = None
     score_name: Annotated[
-        list[str], Option(help="Name of a score to import as feedback. Can be repeated.")
+        list[str], Option(help="Score to import as feedback. Can be repeated.")
     ] = field(default_factory=list[str])
     category: Annotated[
         list[str],
         Option(
             metavar="NAME=up|down",
-            help="Import a category as thumbs up or down, e.g. good=up. Can be repeated.",
+            help="Import a category as thumbs, e.g. good=up. Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     unlabelled: Annotated[
         bool,
         Option(
             "--unlabelled",
-            help="Also write rows for `hindsight`: answers that a user corrected, or that a user "
-            "message follows.",
+            help="Also write rows for `hindsight`: answers with a correction or a user message "
+            "after them.",
         ),
     ] = False
     include_machine: Annotated[
         bool,
-        Option("--include-machine", help="Also import scores that models and programs gave."),
+        Option("--include-machine", help="Also import scores of models and programs."),
     ] = False
     keep_reasoning: Annotated[
         bool, Option("--keep-reasoning", help="Keep reasoning blocks in completions.")
@@ -264,7 +260,7 @@ class ImportOptions:
         bool,
         Option(
             "--complete",
-            help="The export has all votes of the tool: remove stored votes that are not in it.",
+            help="The export has all votes: remove stored votes that are not in it.",
         ),
     ] = False
     overwrite: Annotated[
@@ -276,19 +272,19 @@ class ImportOptions:
 class SweepOptions:
     """The trials of a sweep, and how they are run."""
 
-    out: Annotated[Path, Option(help="Folder of the sweep; rerun with the same folder to resume.")]
+    out: Annotated[Path, Option(help="Folder of the sweep. Rerun with the same folder to resume.")]
     over: Annotated[
         list[str],
         Option(
             metavar="KEY=VALUE,VALUE...",
-            help="A setting and the values to try, or `recommended`; several settings can follow. "
+            help="A setting and the values to try, or `recommended`. Several settings can follow. "
             "With --search optuna also a range: train.learning_rate=1e-7:1e-5:log.",
             autocompletion=completion.settings,
         ),
     ] = field(default_factory=list[str])
     seeds: Annotated[
         int,
-        Option(min=1, help="Train each configuration with N seeds."),
+        Option(min=1, help="Seeds per configuration."),
     ] = 1
     objective: Annotated[
         str | None,
@@ -298,23 +294,21 @@ class SweepOptions:
         ),
     ] = None
     search: Annotated[
-        str | None, Option(help="`optuna`: choose each configuration by the results so far.")
+        str | None, Option(help="`optuna`: choose configurations by the results so far.")
     ] = None
     trials: Annotated[
         int | None, Option(min=1, help="With --search: number of configurations. Default: 20.")
     ] = None
-    baseline: Annotated[
-        bool, Option(help="Also try the values of the recipe, if they are not in the grid.")
-    ] = True
+    baseline: Annotated[bool, Option(help="Also try the values of the recipe.")] = True
     stop_early: Annotated[
         bool,
         Option(
             "--stop-early",
-            help="Stop trials that are worse than the median of the finished ones at the same "
-            "step. Rerun without it to continue them.",
+            help="Stop trials below the median of the finished ones at the same step. Rerun "
+            "without it to continue them.",
         ),
     ] = False
-    nproc: Annotated[int | None, Option(min=1, help="Run each trial in N processes.")] = None
+    nproc: Annotated[int | None, Option(min=1, help="Processes per trial.")] = None
 
     @property
     def num_trials(self) -> int | None:
@@ -342,40 +336,34 @@ class SampleOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        _temperature(" Default: the recipe's rollout.temperature, else 0.7, or 1 with --out."),
+        _temperature(" Default: rollout.temperature of the recipe, else 0.7, or 1 with --out."),
     ] = None
-    top_p: Annotated[float | None, _top_p(" Default: the recipe's rollout.top_p, else 1.")] = None
+    top_p: Annotated[float | None, _top_p(" Default: rollout.top_p, else 1.")] = None
     max_new_tokens: Annotated[
         int | None,
-        _max_new_tokens(
-            " Default: the recipe's rollout.max_new_tokens, else 256, or 512 with --out."
-        ),
+        _max_new_tokens(" Default: rollout.max_new_tokens, else 256, or 512 with --out."),
     ] = None
     at_once: AtOnce = None
-    seed: Annotated[int, Option(help="Random seed of the answers.")] = 0
+    seed: Annotated[int, Option(help="Random seed.")] = 0
     prompt: Annotated[
         list[str],
         Option(
-            help="Text of a prompt, which becomes a user message if the model has a chat template "
+            help="Text of a prompt, a user message if the model has a chat template "
             "(data.as_chat). Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     data: Annotated[
         list[str],
         Option(
-            help="File of rows with a column `prompt` or `text`; other columns go to `info`. Can "
-            "be repeated. Default with --out: the training prompts of a recipe with a reward.",
+            help="File of rows with a column `prompt` or `text`. Other columns go to `info`. Can "
+            "be repeated. Default with --out: the training prompts of a recipe with a "
+            "reward.",
         ),
     ] = field(default_factory=list[str])
-    system: Annotated[str | None, Option(help="Text of a system message before each --prompt.")] = (
-        None
-    )
+    system: Annotated[str | None, Option(help="System message before each --prompt.")] = None
     out: Annotated[
         Path | None,
-        Option(
-            help="Write the answers with their tokens to this .jsonl file, and resume it if it "
-            "exists."
-        ),
+        Option(help="Write the answers with their tokens to this .jsonl file, or resume it."),
     ] = None
     append: Annotated[
         bool,
@@ -401,23 +389,21 @@ class ScoreOptions:
     reward: Annotated[
         list[str],
         Option(
-            help="Reward to score with: a function, a rule, a reward model, the address of a "
-            "server, or a section as in a recipe. Can be repeated; rewards are added. "
+            help="Reward to score with. It is a function, a rule, a reward model, the address of "
+            "a server, or a section as in a recipe. Can be repeated; rewards are added. "
             "Default: that of the recipe.",
         ),
     ] = field(default_factory=list[str])
     data: Annotated[
         list[str],
         Option(
-            help="File of rows with answers, or a section as in a recipe. The recipe's column "
-            "names apply where they fit. Can be repeated.",
+            help="File of rows with answers. It can also be a section as in a recipe. The "
+            "recipe's column names apply where they fit. Can be repeated.",
         ),
     ] = field(default_factory=list[str])
     out: Annotated[
         Path | None,
-        Option(
-            help="Write the rows with their scores to this .jsonl file, and resume it if it exists."
-        ),
+        Option(help="Write the rows with their scores to this .jsonl file, or resume it."),
     ] = None
     reference: Annotated[
         str | None, Option(help="Reference model for implicit rewards: folder or hub id.")
@@ -425,8 +411,8 @@ class ScoreOptions:
     beta: Annotated[
         float | None,
         Option(
-            help="Beta of the implicit rewards; not for runs, which have that of their recipe. "
-            "Default: that of the recipe, else 0.1.",
+            help="Beta of the implicit rewards; not for runs. Default: that of the recipe, else "
+            "0.1.",
         ),
     ] = None
     dtype: Annotated[
@@ -452,7 +438,7 @@ class ScoreOptions:
         Option(
             min=0,
             metavar="N",
-            help="Compute N sequences of a reference cache again, and compare them.",
+            help="Compute N sequences of a reference cache again, and compare.",
         ),
     ] = 0
 
@@ -477,8 +463,8 @@ class AuditOptions:
         str | None,
         Option(
             metavar="MODEL|RUN",
-            help="List labels that contradict a classifier on the hidden states of this run, "
-            "recipe, model folder or hub id.",
+            help="List labels that contradict a classifier on the hidden states of this model. It "
+            "is a run, a recipe, a model folder or a hub id.",
             autocompletion=completion.run_folders,
         ),
     ] = None
@@ -492,11 +478,12 @@ class AuditOptions:
     out: Annotated[
         Path | None,
         Option(
-            help="Write the rows to this .jsonl file: with --model the most suspicious first, with "
-            "the findings in `info.audit`; with --review the reviewed rows.",
+            help="Write the rows to this .jsonl file: with --model the most suspicious first, "
+            "with --review the reviewed ones. With --model, the findings are in "
+            "`info.audit`.",
         ),
     ] = None
-    top: Annotated[int, Option(min=1, help="Number of suspicious rows to list.")] = 20
+    top: Annotated[int, Option(min=1, help="Suspicious rows to list.")] = 20
     format: Annotated[
         str | None, Option(help="Format of the files, or the tool that exported them.")
     ] = None
@@ -511,25 +498,25 @@ class SelectOptions:
         str,
         Option(
             metavar="MODEL|RUN",
-            help="Run, recipe, model folder or hub id, whose hidden states compare prompts and "
-            "answers.",
+            help="Model whose hidden states compare prompts and answers. It is a run, a recipe, a "
+            "model folder or a hub id.",
             autocompletion=completion.run_folders,
         ),
     ]
-    out: Annotated[Path, Option(help="Write the selected prompts to this .jsonl file, in order.")]
-    num: Annotated[int, Option(min=1, help="Number of prompts to select.")] = 100
+    out: Annotated[Path, Option(help="Write the prompts to this .jsonl file, in order.")]
+    num: Annotated[int, Option(min=1, help="Prompts to select.")] = 100
 
 
 Host = Annotated[
     str,
-    Option(help="Address to listen on; 0.0.0.0: other machines can connect too, and need a token."),
+    Option(help="Address to listen on; 0.0.0.0 lets other machines connect, with a token."),
 ]
 AllowedHost = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="Another host name that clients may use for this server, or * for any. IP addresses, "
-        "localhost, --host and the name of this machine are always allowed. Can be repeated.",
+        help="Another host name for this server, or * for any. IP addresses, localhost, --host "
+        "and the name of this machine are always allowed. Can be repeated.",
     ),
 ]
 

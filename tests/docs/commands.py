@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -20,19 +21,23 @@ PAGE = ROOT / "docs" / "cli.md"
 HEAD = """\
 # Command line
 
-All commands with their arguments and options. The option `--help` of a command says more about them, such as which options can be repeated.
+All commands with their arguments and options. `--help` of a command says more, such as which options can be repeated.
 
 - Commands run on the first GPU that PyTorch finds (CUDA, else MPS), else on the CPU. `CUDA_VISIBLE_DEVICES=1 valence sample ...` chooses
-  another GPU, and an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, and under
+  another GPU, an empty value the CPU. `train`, `score`, `evaluate`, `sample` and `export` run in N processes with `--nproc N`, or under
   torchrun and `accelerate launch` ([several processes](scale.md)).
-- `KEY=VALUE` overrides a [setting](settings.md) of the recipe.
 - The option `--install-completion` of `valence` sets up tab completion of commands, settings, recipes and runs in bash, zsh and fish.
+- Parentheses have the default of an option.
+- `RECIPE` stands for a YAML file, `RUN` for the folder of a run, and `MODEL` for the folder or hub id of a model or adapter. The model of a
+  recipe is the one before training.
+- A file of rows is .jsonl, .json, .csv, .tsv or .parquet (also .gz), or a section as in a recipe. A reward is a function, a rule, a reward
+  model, the address of a server, or a section.
 
 `python -m tests.docs.commands` writes this page.
 
 ## Common options
 
-Commands with these options list only their names.
+Several commands have these options. They list only the names, after *Also*.
 """
 JSON = "Print JSON: see [Output for programs](#output-for-programs)."
 """The meaning of --json, which `--help` describes for each command."""
@@ -44,21 +49,21 @@ TAIL = """\
 | 0 | done; also a run that ended early because of `run.early_stop` or `train.max_zero_gradient_steps` |
 | 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
 | 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
-| 3 | `valence compare`: the model does not pass a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
-| 124 | `run.max_time` was reached, state saved |
-| 129 | stopped by SIGHUP (the terminal was closed), state saved |
-| 130 | stopped by Ctrl-C, state saved; a second Ctrl-C exits immediately |
-| 137 | killed (`kill -9`, or by the system when memory runs out): the steps since the last checkpoint are lost |
-| 138 | stopped by SIGUSR1, state saved |
-| 143 | stopped by SIGTERM, state saved |
+| 3 | `valence compare`: the model fails a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |
+| 124 | `run.max_time` was reached |
+| 129 | SIGHUP (the terminal was closed) |
+| 130 | Ctrl-C; a second one exits immediately |
+| 137 | killed (`kill -9`, or by the system when memory runs out) |
+| 138 | SIGUSR1 |
+| 143 | SIGTERM |
 
-Run the same command again after 124, 129, 130, 137, 138 or 143. It [resumes](train/runs.md). With `--nproc`, the statuses are the same but
-for a killed process. torchrun and `accelerate launch` turn all but 0 into 1.
+After 124 and above, the same command [resumes](train/runs.md) from the saved state, after 137 from the last checkpoint. torchrun and
+`accelerate launch` turn all but 0 into 1.
 
 ## Output for programs
 
-With `--json`, standard output has JSON only, and other messages go to standard error. On failure, the object has `status: "failed"`, `error`
-and a stable `code`, such as `setting-unknown`. `valence docs CODE` shows its messages and their fixes.
+With `--json`, standard output has JSON only; messages go to standard error. On failure, the object has `status: "failed"`, `error` and a
+stable `code`, such as `setting-unknown`. `valence docs CODE` explains it.
 
 | Command | Output |
 | --- | --- |
@@ -79,7 +84,8 @@ def page() -> str:
     functions = {name(command): command.callback for command in cli.app.registered_commands}
     options = {command: _options(functions[command]) for command in COMMANDS}
     common = _common(chain.from_iterable(options.values()))
-    parts, panel = [HEAD, _list(common.items())], ""
+    shared = _list(common.items()).replace("Settings to", "[Settings](settings.md) to")
+    parts, panel = [HEAD, shared], ""
     for command, (title, example) in COMMANDS.items():
         if title != panel:
             panel = title
@@ -90,14 +96,18 @@ def page() -> str:
 
 
 def _common(rows: Iterable[Row]) -> dict[str, str]:
-    """The options that at least three commands have, with the default if it is the same for all."""
+    """The options that at least three commands have, with the default if it is the same for all.
+
+    Two commands are enough if the option has no other meaning.
+    """
     meanings: dict[tuple[str, str], list[str]] = {}
     for label, meaning in rows:
         meanings.setdefault((label, _parts(meaning)[0]), []).append(meaning)
+    counts = Counter(label for label, _ in meanings)
     return {
         label: text if len(set(same)) > 1 else same[0]
         for (label, text), same in sorted(meanings.items())
-        if len(same) >= 3
+        if len(same) >= (2 if counts[label] == 1 and label.startswith("`-") else 3)
     }
 
 
@@ -110,28 +120,34 @@ def _command_options(rows: Sequence[Row], common: Mapping[str, str]) -> str:
         if common.get(label) == meaning:
             names.append(name)
         elif common.get(label) == text:
-            names.append(f"{name} (default: {default})")
+            names.append(f"{name} ({_code(default)})")
         else:
             others.append((label, meaning))
-    also = f"- [Common options](#common-options): {', '.join(names)}\n" if names else ""
-    return _list(others) + also
+    return _list(others) + (f"- Also {', '.join(names)}\n" if names else "")
 
 
 def _list(rows: Iterable[Row]) -> str:
-    return "".join(f"- {label}: {_short(meaning)}\n" for label, meaning in rows)
+    return "".join(f"- {_item(*row)}\n" for row in rows)
+
+
+def _item(label: str, meaning: str) -> str:
+    """An option with its default and the first sentence about it."""
+    text, default = _parts(meaning)
+    first = re.split(r"(?<=[\w)`'])(?<!e\.g)\. (?=[A-Z`-])", text)[0].rstrip(".")
+    if default and default != _code(default):
+        return f"{label} ({_code(default)}): {first}."
+    return f"{label}: {first}. Default: {default}." if default else f"{label}: {first}."
+
+
+def _code(default: str) -> str:
+    """A default as code if it is a value."""
+    return default if " " in default or default in ("detected", "unlimited") else f"`{default}`"
 
 
 def _parts(meaning: str) -> tuple[str, str]:
     """The meaning of an option, and its default."""
     text, _, default = meaning.partition(" Default: ")
     return text, default.rstrip(".")
-
-
-def _short(meaning: str) -> str:
-    """The first sentence about an option, and its default."""
-    text, default = _parts(meaning)
-    first = re.split(r"(?<=[\w)`'])(?<!e\.g)\. (?=[A-Z`-])", text)[0].rstrip(".")
-    return f"{first}. Default: {default}." if default else f"{first}."
 
 
 def _summary(function: Any) -> str:

@@ -5,7 +5,7 @@ the guide.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,89 +16,85 @@ from valence.cli.explain import Doc, builder_doc, facts, loss_name, method_doc, 
 from valence.config.describe import SettingRow, settings_table
 from valence.losses.modifiers import MODIFIERS
 from valence.methods import METHODS, ONLINE, Method
+from valence.user_code.settings import setting_docs
 
 FOLDER = ROOT / "docs" / "losses"
 
 INDEX = """\
 # Losses
 
-Each method of Valence trains with one loss. These pages have the formula and the source of each loss, when to use it, and its settings.
-`valence docs NAME` prints all about one loss, also what its training curves look like. [Choose a method](../train/methods.md) helps you to
-choose.
+Each method trains with one loss. These pages have its formula, source, use and settings. `valence docs NAME` prints all about one loss,
+also its training curves. [Choose a method](../train/methods.md) helps you to choose.
 
 @overview
 ## Notation
 
 | symbol | meaning |
 | --- | --- |
-| `logp`, `ref`, `old` | log-probability (nats) of a completion, summed over its tokens, under the policy, the reference, and the policy that sampled the completion |
+| `logp`, `ref`, `old` | log-probability (nats) of a completion, summed over its tokens, under the policy, the reference, and the policy that sampled it |
 | `_t` | suffix: of one token |
 | `_w`, `_l` | suffixes: of the chosen and the rejected completion of a pair |
-| `n` | number of tokens in the completion, including its end-of-turn token |
+| `n` | number of tokens of the completion, with its end-of-turn token |
 | `r` | log-ratio, `logp - ref` |
-| `d` | `r` of the chosen completion minus `r` of the rejected one |
+| `d` | `r_w - r_l` |
 | `s` | sigmoid, `1/(1 + exp(-x))` |
-| `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` of the row |
-| `margin` | required lead of the chosen completion, from the column `margin` of the row; 0 if the row has none |
-| `z0` | reference point of kto: the mean of `r` over each prompt of the step with the completion of another row (mismatched completions), at least 0 |
-| `delta` | threshold of bco and bco_pair: running mean of the midpoint between the mean `beta*r` of the good and of the bad completions of a step, saved with the run |
-| `A`, `rho` | advantage; ratio of the probability of a token (or completion) under the policy to that under the policy that sampled it |
-| `G`, `R` | number of completions per prompt; reward (or score) of a completion |
-| `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the formula of the [value](modifiers.md#value) term |
+| `e`, `wrong` | probability that a label is wrong: @label_smoothing, or `1 - soft` with the column `soft` |
+| `margin` | required lead of the chosen completion: the column `margin`, else 0 |
+| `z0` | reference point of kto: the mean of `r` over each prompt of the step with another row's completion (mismatched completions), at least 0 |
+| `delta` | threshold of bco and bco_pair: running mean, saved with the run, of the midpoint between the mean `beta*r` of the good and of the bad completions of a step |
+| `A`, `rho` | advantage; probability of a token (or completion) under the policy, divided by that under the policy that sampled it |
+| `G`, `R` | completions per prompt; reward (or score) of a completion |
+| `G_t`, `V_t` | return and value estimate at a token; `G` and `V` in the [value](modifiers.md#value) term |
 | `mean_g`, `std_g` | mean and standard deviation of `R` over the completions of a prompt |
-| `score`, `target` | output of a reward model; the score in the row, or 1 for thumbs up and 0 for thumbs down |
+| `score`, `target` | output of a reward model; the row's score, or 1 for thumbs up and 0 for thumbs down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one value per completion, pair, token, attribute |
 | `sg` | stop-gradient |
 
-Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by the number of examples and not by the
-sum of weights.
+Every row can have a `weight`. The loss of a step is the weighted sum over its examples, divided by their number, not by the sum of weights.
 
 ## How to read these pages
 
-- *Reads* names the tensors of a loss, with their shapes.
+- A page begins with what applies to most of its losses. A loss lists only what differs, and has those common settings that its formula or
+  source names.
 - *Average* says what the loss is averaged over.
 - *First step* is the direction in which a step moves the model while policy and reference are equal.
-- *Implicit reward* is the value of `rewards/*` in the log. [Metrics](../metrics.md) explains all that is logged.
-- Parentheses have the allowed values of a setting, and its default. Where they have no default, it is `null`.
-- Each page begins with what applies to most of its losses. A loss lists only what differs.
+- *Implicit reward* is the value of `rewards/*` in the log (see [Metrics](../metrics.md)).
+- [Settings](../settings.md) explains the values in parentheses.
+- [Modifiers](modifiers.md) name the losses that support them, and [Python](../api/losses.md) the tensors and shapes that a loss reads.
 """
 
 FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
     "thumbs": (
         "Losses for thumbs",
-        "These losses train on single completions rated up or down. [Notation](index.md#notation) "
-        "defines the symbols.",
+        "These losses train on single completions rated up or down.",
         lambda m: m.kind == "judgement",
     ),
     "pairs": (
         "Losses for pairs",
-        "These losses train on pairs of a chosen and a rejected completion of one prompt. "
-        "[Notation](index.md#notation) defines the symbols.",
+        "These losses train on pairs of a chosen and a rejected completion of one prompt.",
         lambda m: m.kind == "preference" and not m.is_reward_model,
     ),
     "demonstrations": (
         "Losses for demonstrations",
-        "These losses train a model to imitate the completions in the rows (demonstrations).",
+        "These losses imitate the completions in the rows (demonstrations).",
         lambda m: m.kind == "demonstration",
     ),
     "feedback": (
         "Losses for feedback in words",
-        "These losses train on completions with what their readers wrote about them. The teacher "
-        "is the model itself or another model, and also reads the feedback. "
-        "[Learn from what people write](../train/hindsight.md) explains the method.",
+        "These losses train on completions with what their readers wrote about them, which the "
+        "teacher also reads ([Learn from what people write](../train/hindsight.md)).",
         lambda m: m.kind == "feedback",
     ),
     "policy-gradient": (
         "Policy-gradient losses",
-        "These losses train on several scored completions per prompt. The completions are stored in "
-        "your rows or, with a `reward`, sampled by the policy (see [online training](online.md)). "
-        "[Notation](index.md#notation) defines the symbols.",
+        "These losses train on several scored completions per prompt: those in your rows or, with "
+        "a `reward`, those that the policy samples ([online training](online.md)).",
         lambda m: m.kind == "ranking",
     ),
     "reward-models": (
         "Losses of reward models",
-        "These losses train a model that scores completions. You can use it as a "
-        "[reward](../online/rewards.md). [Notation](index.md#notation) defines the symbols.",
+        "These losses train a model that scores completions, for use as a "
+        "[reward](../online/rewards.md).",
         lambda m: m.is_reward_model,
     ),
 }
@@ -107,49 +103,48 @@ FAMILIES: dict[str, tuple[str, str, Callable[[Method], bool]]] = {
 MODIFIERS_PAGE = """\
 # Modifiers
 
-Modifiers are settings of the `loss` section that change what a loss reads, or add a term to the loss. Modifiers that a loss does not
-support are errors. [Notation](index.md#notation) defines the symbols.
-
-You can combine modifiers. They apply in this order:
+Modifiers are settings of the `loss` section that change what a loss reads, or add a term to it. With a loss that does not support them, they
+are errors, as are contradictory combinations. They apply in this order:
 
 1. @humanline, @ld_alpha and @shared_weight clamp or weight the log-probabilities of tokens, before they are summed.
 2. @label_smoothing, @f_divergence, @wpo and @correction change the values that the loss function reads.
-3. @nll_weight, @kl_weight and @value add a term to the loss.
+3. @nll_weight, @kl_weight and @value add a term.
 
-Contradictory combinations are errors. The metrics `logps/*` and `logratio/*` are computed without modifiers.
+The metrics `logps/*` and `logratio/*` are computed without modifiers. Symbols: [Notation](index.md#notation).
 """
 ONLINE_PAGE = """\
 # Advantages and examples of online training
 
-With a [`reward`](../settings.md), rows are prompts, and the policy samples completions for them. A round of completions becomes
-training examples in one of two ways. [Notation](index.md#notation) defines the symbols.
+With a [`reward`](../settings.md#rewards-of-online-training), rows are prompts, and the policy samples a round of completions for them.
+Symbols: [Notation](index.md#notation).
 
 ## Advantages
 
-Policy-gradient methods train on every completion, with one advantage per token. In online training, the formulas below replace the
-*Advantage* of the [policy-gradient losses](policy-gradient.md), which is for stored completions.
+Policy-gradient methods train on every completion, with one advantage per token: the *Advantage* of the [loss](policy-gradient.md), with the
+reward as score, but for these methods.
 """
 BUILDERS_HEAD = """\
 ## Demonstrations, pairs and thumbs
 
-Other online methods select, pair or label completions by their rewards, or show a teacher what the rewards say, and train on the result.
+Other online methods make examples from the completions, and train on those.
 """
 LABELS = {
     "when": "Use",
     "rows": "Rows",
-    "optional columns": "Optional columns",
     "reference": "Reference model",
     "teacher": "Teacher",
-    "reads": "Reads",
     "advantage": "Advantage",
     "average": "Average",
     "first step": "First step",
     "implicit reward": "Implicit reward",
-    "modifiers": "Modifiers",
 }
-ALIKE = "The losses on this page have this in common, unless a loss says otherwise:\n"
+"""The facts on these pages. Modifiers have their page, and the index explains columns."""
+NOTATION = "Symbols: [Notation](index.md#notation).\n"
+COMMON = f"{NOTATION.rstrip()} Unless a loss says otherwise:\n"
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
 """Code and links, which stay as they are, and single characters to escape."""
+PAPER = re.compile(r"([A-Z][\w' -]*(?: et al\.)? \d{4}), arXiv ([\d.]+\d)")
+"""Authors and year, and the number on arXiv."""
 
 
 def pages() -> dict[str, str]:
@@ -157,10 +152,14 @@ def pages() -> dict[str, str]:
     texts = {"index": INDEX.replace("@overview", _overview())}
     for name, (title, introduction, is_member) in FAMILIES.items():
         methods = [method for method in METHODS.values() if is_member(method)]
-        common = _common_facts(methods)
+        common, rows = _common_facts(methods), _common_settings(methods)
+        shown = {heading: text for heading, text in common.items() if heading != "rows"}
         parts = [f"# {title}\n", f"{introduction}\n"]
-        parts += [ALIKE, _facts_list(common)] if common else []
-        sections = [_section(method, common, methods) for method in methods]
+        if len(methods) > 1:
+            parts += [COMMON, _facts_list(shown) + _settings_list(rows.values())]
+        else:
+            parts += [NOTATION]
+        sections = [_section(method, common, rows) for method in methods]
         texts[name] = "\n".join([*parts, *sections])
     texts["modifiers"] = "\n".join([MODIFIERS_PAGE, *(_modifier(name) for name in MODIFIERS)])
     builders = dict.fromkeys(
@@ -171,7 +170,7 @@ def pages() -> dict[str, str]:
     texts["online"] = "\n".join(
         [
             ONLINE_PAGE,
-            *(_advantage(fn) for fn in dict.fromkeys(ADVANTAGES.values())),
+            *(_advantage(fn) for fn in dict.fromkeys(ADVANTAGES.values()) if _has_settings(fn)),
             BUILDERS_HEAD,
             *(_builder(fn) for fn in builders),
         ]
@@ -211,8 +210,6 @@ def _overview() -> str:
 def _facts(method: Method) -> dict[str, str]:
     """The properties of a method by heading, in the order of `LABELS`."""
     items = facts(method)
-    names = [f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers]
-    items["modifiers"] = ", ".join(names) or "none"
     return {heading: items[heading] for heading in LABELS if heading in items}
 
 
@@ -223,9 +220,28 @@ def _common_facts(methods: Sequence[Method]) -> dict[str, str]:
         texts = [_facts(method).get(heading, "") for method in methods]
         counts = {text: sum(_added(other, text) is not None for other in texts) for text in texts}
         text = max(counts, key=counts.__getitem__)
-        if text and counts[text] > 1 and 3 * counts[text] >= len(methods):
+        is_common = counts[text] > 1 and 3 * counts[text] >= len(methods)
+        if text and (is_common or heading == "rows"):
             common[heading] = text
     return {heading: common[heading] for heading in LABELS if heading in common}
+
+
+def _common_settings(methods: Sequence[Method]) -> dict[str, SettingRow]:
+    """The settings whose meaning is the same for several losses of a page, by name."""
+    tables = {method.loss.fn: _settings_of(method) for method in methods}
+    rows = [row for table in tables.values() for row in table]
+    counts: dict[SettingRow, int] = {
+        row: sum(
+            other.name == row.name and _added(other.meaning, row.meaning) is not None
+            for other in rows
+        )
+        for row in rows
+    }
+    common = dict[str, SettingRow]()
+    for row in sorted(counts, key=counts.__getitem__, reverse=True):
+        if counts[row] > 1 and 3 * counts[row] >= len(tables):
+            common.setdefault(row.name, row)
+    return common
 
 
 def _added(text: str, common: str) -> str | None:
@@ -240,22 +256,37 @@ def _facts_list(items: Mapping[str, str]) -> str:
     return "".join(f"- {LABELS[heading]}: {_text(text)}\n" for heading, text in items.items())
 
 
-def _section(method: Method, common: Mapping[str, str], methods: Sequence[Method]) -> str:
+def _section(method: Method, common: Mapping[str, str], rows: Mapping[str, SettingRow]) -> str:
     """The section of a loss: only what differs from most losses of the page."""
     items = dict.fromkeys(common, "none") | _facts(method)
     items = {h: _difference(items[h], common.get(h, "")) for h in LABELS if h in items}
     items = {heading: text for heading, text in items.items() if text}
-    doc, rows = method_doc(method), _settings_of(method)
-    first = next(other for other in methods if other.loss.fn is method.loss.fn)
+    doc = method_doc(method)
+    first = next(other for other in METHODS.values() if other.loss.fn is method.loss.fn)
     if first is not method:
-        formula = f"The formula, its source and other settings are those of @{first.name}."
+        formula = f"Formula, source and other settings: @{first.name}."
         doc = replace(doc, summary=f"{doc.summary} {formula}", formula="", source="")
-        rows = [row for row in rows if row not in _settings_of(first)]
-    parts = [f"## {method.name}\n", _description(doc), _facts_list(items) + _settings_list(rows)]
+        rows = {row.name: row for row in _settings_of(first)}
+    settings = [_changed(row, rows.get(row.name)) for row in _settings_of(method)]
+    settings = [row for row in settings if row is not None]
+    parts = [
+        f"## {method.name}\n",
+        _description(doc),
+        _facts_list(items) + _settings_list(settings),
+    ]
     online = ONLINE.get(method.name)
     if online and online.sample_builder and online.sample_builder.settings:
         parts.append(f"Online training adds [settings](online.md#{method.name}).\n")
     return "\n".join(parts)
+
+
+def _changed(row: SettingRow, other: SettingRow | None) -> SettingRow | None:
+    """A setting without what another loss or the page says about it; None if nothing is left."""
+    added = _added(row.meaning, other.meaning) if other else None
+    if other is None or added is None:
+        return row
+    is_same = (row.type, row.default) == (other.type, other.default)
+    return None if is_same and not added else replace(row, meaning=added)
 
 
 def _difference(text: str, common: str) -> str:
@@ -264,18 +295,15 @@ def _difference(text: str, common: str) -> str:
     return f"also {added}" if added else text if added is None else ""
 
 
-def _settings_list(rows: Sequence[SettingRow]) -> str:
-    return "".join(
-        f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}\n"
-        for row in rows
-        if row.meaning
-    )
+def _settings_list(rows: Iterable[SettingRow]) -> str:
+    lines = (f"- `{row.name}` ({_text(allowed_values(row))}): {_text(row.meaning)}" for row in rows)
+    return "".join(f"{line.removesuffix(': ')}\n" for line in lines)
 
 
 def _settings_of(method: Method) -> list[SettingRow]:
     """The settings of a loss that are not on the page of modifiers."""
     rows = settings_table(method.settings, "loss.")
-    return [row for row in rows if not _is_of_modifier(row, method)]
+    return [row for row in rows if row.meaning and not _is_of_modifier(row, method)]
 
 
 def _is_of_modifier(row: SettingRow, method: Method) -> bool:
@@ -314,6 +342,11 @@ def _supporters(methods: Sequence[Method]) -> str:
         elif having:
             parts.append(", ".join(having))
     return "; ".join(parts)
+
+
+def _has_settings(fn: Callable[..., Any]) -> bool:
+    """Whether an advantage differs from that of stored completions, by a KL penalty."""
+    return bool(setting_docs(fn.__doc__ or ""))
 
 
 def _advantage(fn: Callable[..., Any]) -> str:
@@ -361,7 +394,7 @@ def _description(doc: Doc) -> str:
 def _text(text: str) -> str:
     """Prose with Markdown characters escaped, and papers as links."""
     escaped = LITERAL.sub(lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", text)
-    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", escaped)
+    return re.sub(PAPER, r"[\1](https://arxiv.org/abs/\2)", escaped)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def audit(
         list[str],
         typer.Argument(
             metavar="FILE...",
-            help="Files of rows with thumbs, scores or pairs, or sections as in a recipe. A "
-            "section: '{path: FILE, keys: {...}}'.",
+            help="Files of rows with thumbs, scores or pairs. They can also be sections as in a "
+            "recipe: '{path: FILE, keys: {...}}'.",
         ),
     ],
     options: AuditOptions,
@@ -44,8 +44,8 @@ def audit(
     page: PageOptions = PageOptions(),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Check the labels of rated rows: contradictions, agreement between raters, labels that can be
-    predicted from length or format alone and, with --model, labels that are likely wrong.
+    """Check labels: contradictions, agreement between raters, labels that length or format alone
+    predict and, with --model, labels that are likely wrong.
 
     With --review, you keep, flip or drop the suspicious rows in a web page.
     """
@@ -141,7 +141,8 @@ def select(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...", help="Files of prompts, or of prompts with unlabelled answers."
+            metavar="FILE...",
+            help="Files of prompts, with or without answers. The answers have no label.",
         ),
     ],
     options: SelectOptions,

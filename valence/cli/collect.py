@@ -32,14 +32,14 @@ def collect(
         str,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="Model to collect feedback on: a run folder, a model folder or a hub id.",
+            help="Model to collect feedback on. It is a run folder, a model folder or a hub id.",
         ),
     ],
     rival: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="Second model; raters compare the answers of both without seeing their models.",
+            help="Second model. Raters compare the answers of both without seeing their models.",
         ),
     ] = None,
     overrides: Overrides = None,
@@ -47,15 +47,15 @@ def collect(
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs; other feedback goes to files in the same folder. "
-            "Feedback is added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is "
+            "added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             "--prompts",
-            help="File of prompts for the raters to work through. Can be repeated.",
+            help="File of prompts for the raters. Can be repeated.",
         ),
     ] = None,
     page: PageOptions = PageOptions(),

@@ -45,7 +45,8 @@ app = typer.Typer(
 console = Terminal()
 
 RecipeArg = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=completion.recipes)
+    Path,
+    typer.Argument(metavar="RECIPE", help="A recipe (YAML).", autocompletion=completion.recipes),
 ]
 RunArg = Annotated[
     Path,
@@ -69,7 +70,7 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Resume although this setting or section (e.g. `loss`) has changed. Batch size, "
+        help="Resume although this setting or section has changed, e.g. `loss`. Batch size, "
         "epochs and training rows cannot change. Can be repeated.",
     ),
 ]
@@ -89,7 +90,7 @@ Quiet = Annotated[
     typer.Option(
         "--quiet",
         callback=_set_quiet,
-        help="Print only errors and warnings, on standard error.",
+        help="Print only errors and warnings.",
     ),
 ]
 """Sets the console."""
@@ -122,7 +123,7 @@ Nproc = Annotated[
     typer.Option(
         "--nproc",
         min=1,
-        help="Run in N processes on this machine (torchrun and accelerate launch work too).",
+        help="Run in N processes on this machine. torchrun and accelerate launch work too.",
         metavar="N",
     ),
 ]

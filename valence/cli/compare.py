@@ -46,8 +46,8 @@ def compare(
         str,
         typer.Argument(
             metavar="BASELINE",
-            help="Model to compare with: a run, a recipe (its model before training), or the "
-            "folder or hub id of a model.",
+            help="Model to compare with. It is a run, a recipe (its model before training), or "
+            "the folder or hub id of a model.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
@@ -55,7 +55,7 @@ def compare(
         str,
         typer.Argument(
             metavar="CANDIDATE",
-            help="Model that should be better: a run, a recipe or a model.",
+            help="Model that should be better. It is a run, a recipe or a model.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
@@ -67,8 +67,8 @@ def compare(
             "--max-broken",
             min=0,
             metavar="N",
-            help="Gate: exit with status 3 if the candidate fails more than N assertions that the "
-            "baseline passes.",
+            help="Gate: the candidate may fail at most N assertions that the baseline passes. "
+            "Otherwise, exit with status 3.",
         ),
     ] = None,
     at_least: Annotated[
@@ -78,7 +78,8 @@ def compare(
             min=0.0,
             max=1.0,
             metavar="RATE",
-            help="Gate: exit with status 3 if the candidate's win rate is below this for a judge.",
+            help="Gate: smallest win rate of the candidate. If it is lower for a judge, exit with "
+            "status 3.",
         ),
     ] = None,
     step: Step = None,
@@ -91,8 +92,8 @@ def compare(
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Compare the answers of two models on held-out prompts: the candidate's win rate over the
-    baseline with its confidence interval, overall and by tag.
+    """Compare the answers of two models on held-out prompts: the candidate's win rate with its
+    confidence interval, overall and by tag.
 
     With --at-least, --max-broken or --max-forgetting, the exit status is a release gate. `--step`
     is the checkpoint of the baseline. `valence report RUN RUN` compares training metrics.

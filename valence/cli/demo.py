@@ -15,14 +15,13 @@ from valence.terminal import print_message
 @app.command()
 def demo(
     overrides: Overrides = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="Write the files and the run to this folder.")
-    ] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the files and the run.")] = Path(
+        "demo"
+    ),
     quiet: Quiet = False,
 ) -> None:
-    """Train a small model on examples that come with Valence: the answers of an online shop's
-    support agents. Downloads the model (270 MB) and takes about five minutes on two CPU cores.
-    Rerun it to resume.
+    """Train a small model on examples of Valence, answers of an online shop's support. Downloads
+    the model (270 MB) and takes about five minutes on two CPU cores. Rerun it to resume.
     """
     from valence.shipped import write_demo
 

@@ -35,8 +35,8 @@ def docs(
         ),
     ] = None,
 ) -> None:
-    """List the methods, the reward rules, the recipes and the pages of the documentation, or
-    explain one of them, a setting, or the code of an error.
+    """List methods, reward rules, recipes and pages of the documentation, or explain one of them, a
+    setting, or the code of an error.
     """
     from valence.cli.error_codes import error_texts
     from valence.config.describe import settings_table

@@ -29,7 +29,8 @@ def doctor(
     network: Annotated[
         bool,
         typer.Option(
-            "--network", help="Also check whether the hub can be reached (up to 3 seconds)."
+            "--network",
+            help="Also check whether the hub can be reached. It waits at most 3 seconds.",
         ),
     ] = False,
     as_json: Annotated[

@@ -167,8 +167,8 @@ def _reference(method: Method) -> str:
     return (
         "yes"
         if "ref" in {name[:3] for name in method.loss.reads}
-        else "for stored completions, where its log-probabilities stand in for those of the policy "
-        "that sampled them; in online training, only with a KL penalty"
+        else "for stored completions, in place of the policy that sampled them; online, only with "
+        "a KL penalty"
     )
 
 

@@ -50,9 +50,9 @@ DIFFERS = 3
 @app.command()
 def export(
     run_dir: RunArg,
-    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write the model to.")],
+    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the model.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the adapter instead of merged weights.")
+        bool, typer.Option("--adapter", help="Write the adapter instead of merged weights.")
     ] = False,
     gguf: Annotated[
         list[str] | None,
@@ -69,15 +69,15 @@ def export(
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Load the files, and compare their answers with those of the run.",
+            help="Compare answers of the files with those of the run.",
         ),
     ] = True,
     vllm: Annotated[
         bool | None,
         typer.Option(
             "--vllm/--no-vllm",
-            help="Also load FOLDER with vLLM. Default: if VALENCE_VLLM_PYTHON names the Python of "
-            "an environment with vLLM, or vLLM is installed here.",
+            help="Also load FOLDER with vLLM. Default: if vLLM is installed here, or "
+            "VALENCE_VLLM_PYTHON names a Python that has it.",
         ),
     ] = None,
     verify_only: Annotated[
@@ -89,8 +89,8 @@ def export(
         typer.Option(
             "--push",
             metavar="OWNER/NAME",
-            help="Upload FOLDER to this repository of the Hugging Face hub, if the verification "
-            "finds no errors. A new repository is private.",
+            help="Upload FOLDER to this hub repository, if the verification finds no errors. A "
+            "new repository is private.",
         ),
     ] = None,
     dry_run: Annotated[

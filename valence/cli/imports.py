@@ -22,16 +22,14 @@ def import_(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Tool of the export (--list shows all), or the import path of an importer.",
+            help="Tool of the export (--list shows all), or import path of an importer.",
             autocompletion=completion.feedback_sources,
         ),
     ] = None,
     files: Annotated[
         list[str] | None, typer.Argument(metavar="FILE...", help="Files of the export.")
     ] = None,
-    list_sources: Annotated[
-        bool, typer.Option("--list", help="List the supported tools and exit.")
-    ] = False,
+    list_sources: Annotated[bool, typer.Option("--list", help="List the supported tools.")] = False,
     quiet: Quiet = False,
     as_json: Annotated[
         bool,
@@ -41,8 +39,8 @@ def import_(
         ),
     ] = False,
 ) -> None:
-    """Convert the votes of a chat or annotation tool into rows for training. A newer export into
-    the same file adds new votes and updates changed ones.
+    """Convert the votes of a chat or annotation tool into rows. A newer export into the same file
+    adds new votes and updates changed ones.
     """
     if list_sources:
         console.print(_table())

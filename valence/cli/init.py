@@ -23,8 +23,8 @@ def init(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="File of rows (.jsonl, .json, .csv, .tsv or .parquet, also .gz), or a section as "
-            "in a recipe. A section: '{path: FILE, keys: {...}}'.",
+            help="File of rows. It is a .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or "
+            "a section as in a recipe: '{path: FILE, keys: {...}}'.",
         ),
     ] = None,
     recipe: Annotated[
@@ -53,12 +53,12 @@ def init(
             autocompletion=completion.methods,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="File for the recipe; must not exist.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="New file for the recipe.")] = Path(
         "recipe.yaml"
     ),
 ) -> None:
-    """Write a recipe for a file of rows: choose the method by its columns and rows, and hold out a
-    part of the prompts to evaluate on.
+    """Write a recipe for a file of rows: choose the method by its rows, and hold out some prompts
+    to evaluate on.
     """
     if recipe is not None:
         _write_shipped(recipe, out, {"FILE": file, "--model": model, "--method": method})

@@ -30,7 +30,7 @@ def inspect(
             "--row",
             min=1,
             metavar="N",
-            help="Number of the row, from 1, over all files, including bad rows.",
+            help="Number of the row, from 1. All files count, and bad rows.",
         ),
     ] = 1,
     stage: Annotated[
@@ -38,13 +38,15 @@ def inspect(
     ] = "all",
     list_name: Annotated[
         Literal["train", "eval", "test"],
-        typer.Option("--list", help="Files of the recipe: data.train, data.eval or data.test."),
+        typer.Option(
+            "--list", help="Files of the recipe. They are data.train, data.eval or data.test."
+        ),
     ] = "train",
     signal: Annotated[
         bool,
         typer.Option(
             "--signal",
-            help="For methods with a teacher: colour each token of the answer by its signal. "
+            help="Colour each token by the signal of the teacher. For methods with a teacher. "
             "Green: the teacher finds it more likely. Red: less likely.",
         ),
     ] = False,
@@ -57,8 +59,8 @@ def inspect(
         ),
     ] = False,
 ) -> None:
-    """Show a row as it is read, its training examples, and their tokens with the trained tokens
-    coloured. For a bad row, show why it cannot be used.
+    """Show a row as it is read, its training examples, and their tokens, the trained ones coloured;
+    or why a bad row cannot be used.
     """
     from valence.cli.inspect_rows import RowSelection, show_stages, tokens_as_json
 

@@ -41,7 +41,7 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="RUN|RECIPE",
-            help="A run folder, or a recipe to evaluate its model before training.",
+            help="A run, or a recipe (its model before training).",
             autocompletion=completion.runs_or_recipes,
         ),
     ],
@@ -50,13 +50,13 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help="File of rows, or a section as in a recipe. A section: '{path: FILE, keys: "
+            help="File of rows. It can also be a section as in a recipe: '{path: FILE, keys: "
             "{...}}'. The recipe's column names apply where they fit. Can be repeated. "
             "Default: data.eval.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write the metrics and the rows to this JSON file.")
+        Path | None, typer.Option("--out", help="JSON file for the metrics and the rows.")
     ] = None,
     step: Step = None,
     trust_reward: Annotated[
@@ -115,8 +115,8 @@ def sample(
         str,
         typer.Argument(
             metavar="RUN|RECIPE|MODEL",
-            help="A run, a recipe (its model before training), or the folder or hub id of a model "
-            "or adapter.",
+            help="Model to sample from. It is a run, a recipe (its model before training), or the "
+            "folder or hub id of a model or adapter.",
             autocompletion=completion.runs_or_recipes,
         ),
     ],

@@ -28,8 +28,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|FILE...",
-            help="Run folders, folders with runs, or the --out file of `valence serve` with two "
-            "models. Default: list the runs in the folder runs.",
+            help="Runs, folders with runs, or the --out file of an A/B test (`valence serve`). "
+            "Default: list the folder runs.",
             autocompletion=completion.run_folders,
         ),
     ] = None,
@@ -47,7 +47,7 @@ def report(
     ] = None,
     md: Annotated[
         bool,
-        typer.Option("--md", help="Print Markdown instead of HTML."),
+        typer.Option("--md", help="Markdown instead of HTML."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -57,8 +57,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """List runs, rewrite the report of a run, compare several runs, or show the result of an A/B
-    test.
+    """List runs, rewrite the report of a run, compare runs, or show the result of an A/B test.
 
     A comparison has metrics, settings that differ, curves, and rows on which the runs disagree. An
     A/B test may be looked at at any time: the error probability stays at most 5 %.

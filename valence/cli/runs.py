@@ -58,8 +58,7 @@ def train(
     as_json: AsJson = False,
     nproc: Nproc = None,
 ) -> None:
-    """Train a model: check the data, run the recipe, and write the model, the log and a report into
-    the run folder.
+    """Check the data, train, and write the model, the log and a report into the run folder.
 
     Rerun the same command to resume a run that was stopped or killed from its last checkpoint, on
     any number of processes. Or name its folder instead of the recipe; relative paths are then
@@ -159,20 +158,18 @@ def check(
     overrides: Overrides = None,
     nproc: Annotated[
         int,
-        typer.Option(
-            "--nproc", min=1, metavar="N", help="Estimate for N processes, without starting them."
-        ),
+        typer.Option("--nproc", min=1, metavar="N", help="Estimate for N processes."),
     ] = 1,
     show_all: Annotated[
         bool,
         typer.Option(
             "--all",
-            help="Also list settings with default values, and details of the plan.",
+            help="Also list default settings, and details of the plan.",
         ),
     ] = False,
 ) -> None:
-    """Check a recipe and its data without training: audit the rows, list the settings with the
-    origin of each, and estimate steps and memory.
+    """Check a recipe and its data: audit the rows, list the settings with their origin, and
+    estimate steps and memory.
     """
     from valence.config.load import load_recipe
 

@@ -47,22 +47,22 @@ def serve(
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="The model to serve: the folder of a run or a model, or a hub id.",
+            help="Model to serve. It is the folder of a run or a model, or a hub id.",
         ),
     ] = None,
     rival: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL|RUN",
-            help="A second model, for an A/B test: each user gets one of the two models.",
+            help="Second model, for an A/B test. Each user gets one of the two models.",
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Settings to override, e.g. data.as_chat=true; with --reward those of the reward, "
-            "e.g. settings.answer=label.",
+            help="Settings to override; with --reward those of the reward, e.g. "
+            "settings.answer=label. Without, e.g. data.as_chat=true.",
         ),
     ] = None,
     reward: Annotated[
@@ -70,24 +70,24 @@ def serve(
         typer.Option(
             "--reward",
             metavar="REWARD",
-            help="Serve a reward instead (POST /get_reward): a reward model (folder or hub id), a "
-            "function (`package.module:function`) or a rule. For recipes with `reward: "
-            "http://...` and for OpenRLHF.",
+            help="Serve a reward model, a function or a rule instead (POST /get_reward). It is "
+            "the folder or hub id of a reward model, `package.module:function`, or the name "
+            "of a rule. For recipes with `reward: http://...` and for OpenRLHF.",
         ),
     ] = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out",
-            help="File for rows with thumbs; other feedback goes to files in the same folder. "
-            "Feedback is added to existing rows.",
+            help="File for rows with thumbs; other feedback goes to files next to it. Feedback is "
+            "added to existing rows.",
         ),
     ] = Path("feedback.jsonl"),
     share: Annotated[
         float | None,
         typer.Option(
             "--share",
-            help="Fraction of users who get the second model, between 0 and 1. Default: 0.5.",
+            help="Fraction of users who get the second model. It is between 0 and 1. Default: 0.5.",
         ),
     ] = None,
     host: Host = "127.0.0.1",
@@ -112,23 +112,24 @@ def serve(
         typer.Option(
             min=0.0,
             max=2.0,
-            help="Temperature of requests without one; 0 takes the most likely token.",
+            help="Temperature of requests without one. 0 takes the most likely token.",
         ),
     ] = 0.7,
     top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="top_p of requests without one; 1: all tokens.")
+        float, typer.Option(min=0.01, max=1.0, help="top_p of requests without one. 1: all tokens.")
     ] = 1.0,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens per answer of requests without max_tokens.")
+        int,
+        typer.Option(
+            min=1, help="max_tokens of requests without it. These are the most tokens of an answer."
+        ),
     ] = 512,
     max_batch: Annotated[
-        int, typer.Option(min=1, help="Answers per model to sample at the same time.")
+        int, typer.Option(min=1, help="Answers per model to sample at a time.")
     ] = 8,
     drain: Annotated[
         int,
-        typer.Option(
-            min=0, help="Seconds that running requests have to finish after SIGTERM or Ctrl-C."
-        ),
+        typer.Option(min=0, help="Seconds for running requests after SIGTERM or Ctrl-C."),
     ] = 120,
     overwrite: Annotated[
         bool,
@@ -143,7 +144,7 @@ def serve(
         float | None,
         typer.Option(
             min=0.01,
-            help="With --reward: seconds after which a request fails. Default: 60.",
+            help="With --reward: seconds per request. Default: 60.",
         ),
     ] = None,
     rate: Annotated[
@@ -157,8 +158,8 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="With --reward: largest number of waiting answers; further requests are refused. "
-            "Default: 16384.",
+            help="With --reward: waiting answers beyond which requests are refused. Default: "
+            "16384.",
         ),
     ] = None,
     end: Annotated[
@@ -166,14 +167,14 @@ def serve(
         typer.Option(
             "--end",
             metavar="TEXT",
-            help="With --reward: text to remove from the end of answers, by default common end "
-            "tokens. Can be repeated.",
+            help="With --reward: text to remove from the end of answers. Can be repeated. "
+            "Default: common end tokens.",
         ),
     ] = None,
 ) -> None:
-    """Serve a model to your app: POST /v1/chat/completions, compatible with OpenAI's API, and POST
-    /feedback. With two models, run an A/B test; `valence report FILE` shows its result. With
-    --reward, serve a reward to trainers.
+    """Serve a model to your app: POST /v1/chat/completions, as in OpenAI's API, and POST /feedback.
+    With two models, run an A/B test, whose result `valence report FILE` shows. With --reward, serve
+    a reward to trainers.
     """
     require_server_libraries("serve", "prometheus_client")
     unused = [

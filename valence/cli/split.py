@@ -17,13 +17,13 @@ def split(
         str,
         typer.Argument(
             metavar="FILE",
-            help="File of rows (.jsonl, .csv, .tsv or .parquet, also .gz), or a section as in a "
-            "recipe.",
+            help="File of rows. It is a .jsonl, .csv, .tsv or .parquet file (also .gz), or a "
+            "section as in a recipe.",
         ),
     ],
     share: Annotated[
         float,
-        typer.Option("--share", help="Share of the prompts to hold out, between 0 and 1."),
+        typer.Option("--share", help="Share of the prompts to hold out. It is between 0 and 1."),
     ] = 0.1,
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Another number holds out other prompts.")
@@ -41,15 +41,15 @@ def split(
         typer.Option(
             "--held-out",
             metavar="FILE",
-            help="File for the other rows. Default: FILE with `_held_out` in its name.",
+            help="File for the others. Default: FILE with `_held_out` in its name.",
         ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files that exist.")
     ] = False,
 ) -> None:
-    """Divide a file by its prompts into rows to train on and rows to evaluate on. A recipe with
-    `data.eval: 0.1` holds out the same rows without files.
+    """Divide a file by its prompts into rows to train on and rows to evaluate on. `data.eval: 0.1`
+    in a recipe holds out the same rows without files.
     """
     from valence.data.split import PromptSplit
     from valence.errors import UserError

@@ -90,8 +90,8 @@ def sweep(
         ),
     ] = False,
 ) -> None:
-    """Train a recipe with every combination of some settings, and say whether differences exceed
-    the noise of seeds.
+    """Train a recipe with all combinations of some settings, and say whether differences exceed the
+    noise of seeds.
 
     Each trial is a run in OUT/trials. Rerun the same command to resume; more values or seeds add
     trials. All trials share one cache of reference log-probabilities.

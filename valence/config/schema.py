@@ -305,25 +305,24 @@ class LoraSettings(Section):
     rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
     alpha: PositiveFloat | None = None
-    """Scale of the update, which is multiplied by alpha/rank. Default: twice the rank."""
+    """Scale: the update is multiplied by alpha/rank. Default: twice the rank."""
     dropout: BelowOne = 0.0
     """Dropout on the adapter's input.
 
     Above 0, the result depends on how a step is split into micro-batches.
     """
     targets: NamesOrPattern = "all-linear"
-    """Names of the linear layers that get an adapter, or a regular expression for full names.
-    all-linear: all but the head.
+    """Linear layers with an adapter: names, or a regular expression for full names. all-linear: all
+    but the head.
     """
     exclude_modules: NamesOrPattern | None = None
-    """Layers of `targets` that get no adapter: names, or a regular expression."""
+    """Layers of `targets` without an adapter, written like `targets`."""
     use_rslora: bool = False
-    """Multiply the update by alpha/sqrt(rank) instead of alpha/rank (rsLoRA, arXiv 2312.03732)."""
+    """Multiply by alpha/sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
-    """Also train the norm of the weights of each output (DoRA, arXiv 2402.09353). Slower than LoRA.
-    """
+    """Also train the norm of each output's weights (DoRA, arXiv 2402.09353). Slower."""
     init_lora_weights: LoraInitialization = True
-    """Initial values of the adapter. true: the update starts at zero. false: random.
+    """Initial values. true: the update starts at zero. false: random.
 
     gaussian, orthogonal and mica (arXiv 2604.01694, trains only the adapter's first matrix) also
     start at zero. pissa (arXiv 2404.02948), pissa_niter_N (the same by a faster approximation) and
@@ -331,27 +330,25 @@ class LoraSettings(Section):
     starts from the model.
     """
     rank_pattern: dict[Text, PositiveInt] = Field(default_factory=dict[str, int])
-    """Ranks of individual layers, as {name or regular expression: rank}."""
+    """Ranks of single layers: {name or regular expression: rank}."""
     alpha_pattern: dict[Text, PositiveFloat] = Field(default_factory=dict[str, float])
-    """alpha of individual layers, as {name or regular expression: alpha}."""
+    """alpha of single layers, written like `rank_pattern`."""
     layers_to_transform: list[NonNegativeInt] | NonNegativeInt | None = None
-    """Indices of the decoder layers, from 0, that get an adapter. Default: all."""
+    """Decoder layers with an adapter, from 0. Default: all."""
     layers_pattern: list[Text] | Text | None = None
     """Name of the model's list of layers, if PEFT does not find it."""
     target_parameters: list[Text] | None = None
-    """Parameters outside of linear layers that get an adapter, such as the experts of a mixture of
-    experts.
-    """
+    """Other parameters with an adapter, such as the experts of a mixture of experts."""
     modules_to_save: list[Text] | None = None
-    """Modules to train in full besides the adapter, such as `lm_head`."""
+    """Modules to train in full, such as `lm_head`."""
     trainable_token_indices: list[NonNegativeInt] | dict[Text, list[NonNegativeInt]] | None = None
-    """Tokens whose embeddings are also trained; or {name of an embedding: tokens}."""
+    """Tokens whose embeddings also train, or {name of an embedding: tokens}."""
     ensure_weight_tying: bool = False
-    """Keep the embedding and the head tied where `modules_to_save` trains them."""
+    """Keep embedding and head tied if `modules_to_save` trains them."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases of the model also train; lora_only: those of layers with an adapter."""
+    """Biases of the model that also train; lora_only: those of layers with an adapter."""
     lora_bias: bool = False
-    """Give the adapter's second matrix a bias. The layers of `targets` need a bias, too."""
+    """Give the adapter's second matrix a bias; the layers of `targets` need one, too."""
 
     @field_validator("init_lora_weights", "layers_to_transform", "layers_pattern", "lora_bias")
     @classmethod
@@ -395,14 +392,14 @@ class Model(Section):
     environment variable VALENCE_DTYPE replaces the automatic choice.
     """
     lora: LoraSettings | None = None
-    """Train a low-rank adapter instead of all weights. Also takes any other field of PEFT's
+    """Train a low-rank adapter instead of all weights. Also takes other fields of PEFT's
     `LoraConfig`.
     """
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
     quantize: Literal["nf4"] | None = None
-    """Store the frozen weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314). Needs the
-    extra `eightbit`.
+    """Store the frozen weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314; extra
+    `eightbit`).
 
     Quantizes linear layers, but not the embedding, the head or norms. Applies to reference.model
     too.
@@ -410,9 +407,9 @@ class Model(Section):
     tokenizer: Text | None = None
     """Folder or hub id of the tokenizer. Default: that of the model."""
     gguf_file: Text | None = None
-    """Name of a GGUF file in the model folder to read the weights from."""
+    """GGUF file in the model folder to read the weights from."""
     attributes: list[Text] | None = None
-    """Names of the attributes that a reward model scores. Default: those of the training rows.
+    """Attributes that a reward model scores. Default: those of the training rows.
 
     For a single number, the default is `reward`.
     """
@@ -451,22 +448,21 @@ class Model(Section):
 
 class ReferenceSettings(Section):
     model: Text | None = None
-    """Folder or hub id of the reference model. Default: the policy before training."""
+    """Folder or hub id. Default: the policy before training."""
     cache: Text = "auto"
-    """Folder that caches the reference log-probabilities for this and other runs. auto: in the
-    run's folder. off: no cache.
+    """Folder that caches the reference log-probabilities, also for other runs. auto: in the run's
+    folder. off: no cache.
 
     With sync_every, auto is off. Without a cache, they are computed whenever they are needed.
     """
     sync_every: PositiveInt | None = None
-    """Update the reference from the policy every N optimizer steps (TR-DPO, arXiv 2404.09656).
-    null: never.
+    """Update the reference from the policy every N steps (TR-DPO, arXiv 2404.09656). null: never.
 
     The paper of `loss.humanline` uses 1. After an update with sync_mix 1, policy and reference are
     equal and all rewards are 0; read `logps/*` instead.
     """
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the policy's weights in an update of the reference. 1: copy the policy.
+    """Share of the policy in an update. 1: copy the policy.
 
     1 is a hard update. Below 1, policy and reference are averaged (soft update).
     """
@@ -498,26 +494,31 @@ SELF = "self"
 
 class Teacher(Section):
     model: Text = SELF
-    """self: the model itself, as hindsight needs. Or another model with the same tokens, as distill
-    needs: its folder or hub id (it is quantized like the policy), or the address of a vLLM server.
+    """self: the model itself (hindsight). Or another model with the same tokens (distill): folder,
+    hub id or address of a vLLM server.
+
+    A teacher from a folder or the hub is quantized like the policy.
     """
     weights: Literal["initial", "ema", "live"] = "initial"
-    """With model: self, the weights of the teacher. initial: those before training. ema: a
-    moving average of the weights during training. live: the current weights, with which the
-    teacher may drift together with the policy.
+    """Weights of the teacher self. initial: those before training. ema: a moving average during
+    training. live: the current ones.
+
+    With live, the teacher may drift together with the policy.
     """
     rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
-    """With weights: ema, the share of the policy's weights in each step's average."""
+    """With ema: share of the policy's weights in each step's average."""
     context: Literal["feedback", "demonstration", "either"] = "feedback"
-    """The text that the teacher reads after the prompt. feedback: the column `feedback`, in which
-    the user wrote about the completion; with reward, the text that the reward returns with its
-    number. demonstration: the column `feedback`, with a good completion; with reward, the
-    completion with the largest reward of the same prompt, for those with a smaller one. either,
-    with reward only: the text of the reward, or such a completion if there is no text.
+    """What the teacher reads after the prompt. feedback: the column `feedback`; with a reward, the
+    text that it returns. demonstration: a good completion in that column; with a reward, the best
+    completion of the prompt, for the others. either (with a reward): its text, else such a
+    completion.
+
+    With context feedback, that column has what the user wrote about the completion.
     """
     template: Text | None = None
-    """The text after the prompt, with `{feedback}`. Default: neutral sentences, which say who wrote
-    the feedback, and how the user rated the completion if the row has a label.
+    """The text after the prompt, with `{feedback}`. Default: neutral sentences.
+
+    These say who wrote the feedback, and how the user rated the completion if the row has a label.
     """
 
     @property
@@ -545,7 +546,7 @@ class SourceSettings(Section):
     split: Text | None = None
     """Split of a hub data set."""
     subset: Text | None = None
-    """Subset (configuration) of a hub data set that has several."""
+    """Subset (configuration) of a hub data set."""
     format: Text | None = None
     """Row format, feedback tool, or import path of a function that reads either. Default: detected.
 
@@ -553,9 +554,7 @@ class SourceSettings(Section):
     file.
     """
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
-    """Names of columns, as {the format's name: the file's name}. A dotted name refers to a nested
-    field.
-    """
+    """Columns: {the format's name: the file's name}. Dots lead to nested fields."""
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
     limit: RowCount | None = None
@@ -580,22 +579,20 @@ class Data(Section):
     eval: Annotated[
         list[SourceSettings] | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_share)
     ] = Field(default_factory=list[SourceSettings])
-    """Files to evaluate on during training, or a share of the prompts of data.train to hold out,
-    such as 0.1.
+    """Files to evaluate on during training, or a share of the prompts of data.train to hold out.
 
-    A hash of data.eval_seed and of the prompt up to its first user message decides, so that all
-    rows of a prompt are on the same side, and stay there when rows are added. The share is
-    therefore approximate.
+    With a share such as 0.1, a hash of data.eval_seed and of the prompt up to its first user
+    message decides, so that all rows of a prompt are on the same side, and stay there when rows are
+    added. The share is therefore approximate.
     """
     eval_seed: NonNegativeInt = 0
-    """With data.eval as a share: another number holds out other prompts."""
+    """Another number holds out other prompts for a share."""
     test: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to evaluate on once, after training."""
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Maximum tokens of a prompt with its completion."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """What to do with rows longer than max_length: leave them out, or cut the end of the completion
-    or the start of the prompt.
+    """Leave out rows above max_length, or cut the end of the completion or the start of the prompt.
 
     cut_completion adds no end-of-turn token. cut_prompt cuts the oldest turns first, and never the
     last user turn.
@@ -606,19 +603,17 @@ class Data(Section):
     With data.eval as a share, it is held out from the first N rows of train.
     """
     train_on: Literal["completion", "assistant"] = "completion"
-    """Train on the last assistant turn of a demonstration (completion), or on all of them
-    (assistant).
-    """
+    """Train on the last assistant turn of a demonstration (completion), or on all (assistant)."""
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt becomes a user message of the chat template, and a transcript its
-    turns. auto: if the tokenizer has one.
+    """Whether a text prompt becomes a user message, and a transcript its turns. auto: if the
+    tokenizer has a chat template.
 
     Its completion becomes the assistant message. false: text is not wrapped, which is right for
     base models and for rows that are rendered with the template already. Evaluation, sampling and
     scoring do the same.
     """
     chat_template: Text | None = None
-    """The chat template: `chatml`, or the path of a Jinja file. Default: that of the tokenizer.
+    """`chatml`, or the path of a Jinja file. Default: that of the tokenizer.
 
     It is saved with the tokenizer.
     """
@@ -640,7 +635,7 @@ class Data(Section):
     best_to_demonstrations: completions with a smaller score are never imitated.
     """
     top_n: PositiveInt = 1
-    """For best_to_demonstrations: number of completions per prompt."""
+    """For best_to_demonstrations: completions per prompt."""
     mask_truncated: bool = True
     """For best_to_demonstrations: leave out truncated completions (`"stop": "length"`).
 
@@ -649,7 +644,7 @@ class Data(Section):
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip, count and list such rows."""
     stratify: bool = False
-    """Give every step the same share of thumbs up and down as the data set."""
+    """Give every step the data set's share of thumbs up."""
 
     @property
     def split(self) -> PromptSplit | None:
@@ -690,37 +685,36 @@ class RewardSettings(Section):
     """One reward of a completion. Several are added, each multiplied by its weight."""
 
     reward: Text
-    """A function (`package.module:function`), a rule (see `valence docs`), the folder or hub id of
-    a reward model, or the address of a server (`http://host:port/get_reward`).
+    """A function (`package.module:function`), a rule, the folder or hub id of a reward model, or
+    the address of a server (`http://host:port/get_reward`).
 
     Separate several addresses with commas: if one server fails, the next one is called.
     """
     judge: Text | None = None
-    """Instead of `reward`: the address of an OpenAI-compatible server (`http://host:port/v1`) with
-    a language model that scores completions by a rubric.
+    """Instead of `reward`: address of an OpenAI-compatible server (`http://host:port/v1`) whose
+    language model scores completions by a rubric.
 
     `settings` has its model and criteria.
     """
     name: Text | None = None
-    """Name of the reward in its metrics. Default: a short form of `reward`."""
+    """Name in the metrics. Default: a short form of `reward`."""
     weight: float = 1.0
-    """Weight of the reward in the sum."""
+    """Weight in the sum of rewards."""
     clip: tuple[float, float] | None = None
-    """Smallest and largest reward; values outside are clipped."""
+    """Smallest and largest value; others are clipped."""
     gate: float | None = None
-    """If a completion's value is below the gate, its other rewards count as 0."""
+    """Below this value, the completion's other rewards count as 0."""
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keyword arguments of a rule or a function; settings of a reward model, a server or a judge.
-    """
+    """Arguments of a rule or a function; settings of a reward model, a server or a judge."""
     deterministic: bool = False
     """The same completion always gets the same score: cache scores for the run.
 
     Rules and reward models are always deterministic.
     """
     timeout: PositiveFloat = 60.0
-    """Seconds that one call may take. Not for reward models."""
+    """Seconds per call. Not for reward models."""
     retries: NonNegativeInt = 3
-    """Number of times that a failed call is repeated.
+    """How often a failed call is repeated.
 
     There are increasing random pauses between the calls. A call that timed out is repeated only
     within 2 x `timeout` seconds of the first call.
@@ -733,7 +727,7 @@ class RewardSettings(Section):
     batch_size: PositiveInt = 64
     """Completions per call."""
     token_env: Text | None = None
-    """Environment variable with the bearer token of a server."""
+    """Environment variable with a server's bearer token."""
 
     def issues(self) -> Iterator[Issue]:
         if self.judge is not None and self.reward != self.judge:
@@ -759,13 +753,11 @@ class Rollout(Section):
     num_rollouts: PositiveInt = 8
     """Completions per prompt."""
     top_n: PositiveInt = 1
-    """For `rejection`: number of completions per prompt to train on."""
+    """For `rejection`: completions per prompt to train on."""
     min_reward: float | None = None
-    """For `rejection`: completions with a smaller reward are never imitated. Default: those with
-    the lowest reward of their group are not.
-    """
+    """For `rejection`: smallest reward to train on. Default: above the lowest of the group."""
     mask_truncated: bool | None = None
-    """Do not train on completions that were truncated at max_new_tokens (overlong filtering, arXiv
+    """Do not train on completions truncated at max_new_tokens (overlong filtering, arXiv
     2503.14476). Default: true for `rejection`, else false.
 
     `rejection` does not imitate them, `hindsight` leaves them out, and policy gradient methods
@@ -774,32 +766,33 @@ class Rollout(Section):
     epochs: PositiveInt | None = None
     """Passes over the completions of a round. Default: 4 for `ppo`, else 1."""
     steps: PositiveInt = 1
-    """Optimizer steps per pass, among which the prompts of the round are divided."""
+    """Optimizer steps per pass, which share the prompts of the round."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Maximum tokens per completion."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits. Methods with a ratio of probabilities train with the same temperature."""
+    """Divides the logits, also in training for methods with a ratio of probabilities."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample only from the smallest set of tokens with this total probability. Must be 1 for grpo,
-    ppo, rloo and other methods with a ratio of probabilities.
+    """Sample from the smallest set of tokens with this total probability. Must be 1 for methods
+    with a ratio of probabilities.
+
+    These are grpo, ppo, rloo and others.
     """
     at_once: PositiveInt | None = None
-    """Completions that engine hf samples in one batch. Default: 64; on a GPU up to 512.
+    """Completions per batch of engine hf. Default: 64; on a GPU up to 512.
 
     On a GPU, their keys and values need at most a quarter of its memory.
     """
     overlong_buffer: NonNegativeInt = 0
-    """Within the last N tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv
+    """In the last N tokens before max_new_tokens, the reward falls linearly by up to 1 (arXiv
     2503.14476).
     """
     on_failure: Literal["drop", "drop_group", "stop"] = "drop"
-    """When a reward fails: leave out the completion, leave out all completions of its prompt, or
-    stop.
+    """When a reward fails, leave out the completion, leave out its prompt's completions, or stop.
     """
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Stop when more than this share of a round's completions has no score."""
+    """Stop when a larger share of a round's completions has no score."""
     max_resample: PositiveInt = 10
-    """Maximum number of times per round that prompts without a gradient are replaced."""
+    """How often per round prompts without a gradient are replaced, at most."""
     measure_kl: bool | Literal["auto"] = "auto"
     """Log the KL divergence from the reference (`kl`). auto: if that needs no second model.
 
@@ -808,37 +801,35 @@ class Rollout(Section):
     model in memory if needed.
     """
     engine: Text = "hf"
-    """Sampling engine: hf (this process), vllm (a server that receives the current weights), openai
-    (a server with OpenAI's completions API, whose weights are not updated), or a plugin by its name
-    or import path.
+    """hf (this process), vllm (a server that receives the weights), openai (a server with OpenAI's
+    completions API and fixed weights), or a plugin: a name or import path.
     """
     url: list[Text] | Text | None = None
-    """Address of the server, or addresses of servers that share the prompts."""
+    """Address of the server, or of several that share the prompts."""
     start: bool = False
     """Start a vLLM server for the run, and stop it at the end."""
     python: Text | None = None
-    """With start: the Python of an environment with vLLM. Default: VALENCE_VLLM_PYTHON, or this
-    Python.
+    """With start: Python of an environment with vLLM. Default: VALENCE_VLLM_PYTHON, or this Python.
     """
     devices: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None
-    """With start: GPUs of the server, by their index in this process. Default: the first one
-    without a training process.
+    """With start: GPUs of the server, by their index in this process. Default: the first without a
+    training process.
 
     The index is that of `cuda:0`. If all GPUs have a training process, the default is the GPU of
     the first process.
     """
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """With start: share of the memory of each GPU that the server may use. Default: that of vLLM,
-    or what a training process on the GPU leaves free.
+    """With start: the server's share of each GPU's memory. Default: vLLM's, or what a training
+    process leaves free.
 
     On a GPU with a training process, the default follows from the memory estimate.
     """
     sleep: bool | Literal["auto"] = "auto"
-    """Whether the server frees its GPU memory while the policy is trained. auto: with start, if it
-    shares a GPU with a training process.
+    """Whether the server frees its GPU memory during training steps. auto: with start, on a GPU
+    that also trains.
     """
     transport: Literal["auto", "disk", "gloo", "nccl", "ipc", "lora"] = "auto"
-    """How weights are sent to a vLLM server. auto: lora with an adapter, else ipc on a shared CUDA
+    """How weights reach a vLLM server. auto: lora with an adapter, else ipc on a shared CUDA
     device, else nccl between CUDA devices, else disk.
 
     disk: through a shared folder. gloo: by a broadcast in host memory. nccl: by a broadcast between
@@ -846,22 +837,24 @@ class Rollout(Section):
     through a shared folder.
     """
     folder: Text | None = None
-    """Folder of the weights for the transports disk and lora. Default: in the run's folder."""
+    """Folder of the weights for disk and lora. Default: in the run's folder."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one request to a server may take."""
+    """Seconds per request to a server."""
     ahead: Annotated[NonNegativeInt, BeforeValidator(_as_count)] = 0
-    """For servers: number of rounds that are sampled and scored ahead of training. 0: training
-    waits for each round.
+    """For servers: rounds that are sampled and scored ahead of training. 0: training waits for each
+    round.
 
     The completions come from weights that are up to this many rounds old. `true` means 1.
     """
     check_prompts: NonNegativeInt = 4
-    """Prompts whose log-probabilities are compared with the server's after each update of the
+    """Prompts whose log-probabilities are compared with the server's after each update of its
     weights.
     """
     max_mismatch: PositiveFloat | None = None
-    """Stop when the log-probabilities of check_prompts differ by more than this on average (nats
-    per token). Default: 0.005 if both sides compute in float32, else 0.1.
+    """Stop when the log-probabilities of check_prompts differ by more nats per token, on average.
+    Default: 0.005 in float32, else 0.1.
+
+    The default is 0.005 if both sides compute in float32.
     """
 
     @property
@@ -948,11 +941,9 @@ class Value(Section):
     """The value head of ppo."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """separate: a second model for values (with an adapter: a second adapter). shared: a head on
-    the policy.
-    """
+    """separate: a second model for values (or a second adapter). shared: a head on the policy."""
     learning_rate: PositiveFloat | None = None
-    """Learning rate of the value model or head. Default: train.learning_rate."""
+    """Of the value model or head. Default: train.learning_rate."""
 
 
 class Mix(Section):
@@ -963,9 +954,9 @@ class Mix(Section):
     train: list[SourceSettings]
     """Files to train on."""
     weight: PositiveFloat = 1.0
-    """Factor of the loss of this method, averaged over its rows."""
+    """Factor of this loss, averaged over its rows."""
     batch_size: PositiveInt | None = None
-    """Examples per optimizer step. Default: train.batch_size."""
+    """Examples per step. Default: train.batch_size."""
     convert: Convert | None = None
     """Like data.convert."""
     threshold: float | None = None
@@ -980,21 +971,19 @@ class Train(Section):
     reward, prompts per round.
     """
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens per micro-batch; changes memory and speed, not the result. auto: as many as fit into
-    the free memory and still make steps faster.
+    """Tokens per micro-batch, for memory and speed; the result is the same. auto: as many as fit
+    into memory and make steps faster.
 
     With adapter dropout or train.router_aux_loss, the result changes too. A resumed run keeps the
     number.
     """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Passes over the training data. train.max_steps overrides it."""
+    """Passes over the training data, unless train.max_steps is set."""
     max_steps: PositiveInt | None = None
-    """Train for exactly N optimizer steps, repeating or leaving out rows. Default: train.epochs
-    decides.
-    """
+    """Train for exactly N optimizer steps, repeating or leaving out rows."""
     optimizer: Annotated[Text, AfterValidator(_optimizer_name)] = "adamw"
-    """adamw; adamw_8bit, which keeps its moments in 8 bits; or the import path of an optimizer
-    class, such as `torch.optim.Muon`.
+    """adamw; adamw_8bit, with its moments in 8 bits; or the import path of a class, such as
+    `torch.optim.Muon`.
 
     adamw_8bit needs a quarter of the memory for its moments, is slow on a CPU, and needs the extra
     `eightbit`. Other classes are `schedulefree.AdamWScheduleFree` or `my_module.MyOptimizer`.
@@ -1005,24 +994,26 @@ class Train(Section):
     learning_rate, weight_decay and betas are passed to every class.
     """
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: the method's default (see the table of default learning rates in
+    """Peak learning rate. auto: the method's (see the table of default learning rates in
     docs/settings.md).
 
     There is one default for all weights and one for an adapter. A resumed run keeps its rate.
     """
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape of the learning rate's decay to 0 after the warm-up. constant: no decay."""
+    """Decay of the learning rate to 0 after the warm-up. constant: none."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
-    """Optimizer steps over which the learning rate rises from 0. Below 1: a fraction of all steps.
-    """
+    """Steps in which the learning rate rises from 0. Below 1: a fraction of all."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """Decay rates of the first and second moment of AdamW, and of other optimizers with betas."""
+    """Decay rates of the first and second moment.
+
+    They are those of AdamW, and of other optimizers with betas.
+    """
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the gradient over all weights; null: no clipping."""
+    """Largest norm of the gradient; null: no clipping."""
     drop_last: bool = False
-    """Leave out the last step of an epoch if it has fewer than batch_size examples."""
+    """Leave out an epoch's last step if it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of examples and of every random draw."""
     checkpointing: Literal["auto", "off", "selective", "selective_op", "full", "offloaded"] = "off"
@@ -1043,20 +1034,20 @@ class Train(Section):
     On a CPU, the compiler is `g++`. on also compiles sharded weights, auto does not.
     """
     router_aux_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts; 0.01 in its paper (Switch
-    Transformers, arXiv 2101.03961). 0: it is not computed.
+    """Weight of the load-balancing loss of a mixture of experts; 0.01 in its paper (arXiv
+    2101.03961).
 
-    Most configurations of transformers have 0.001. The loss is added to that of every step. It
-    covers all tokens, prompts included, of the sequences that are trained on, and those of `mix`.
-    Above 0, the result depends on how a step is split into micro-batches: the loss is a product of
-    means over a micro-batch, and the step takes the mean of its micro-batches, weighted by their
-    tokens. Evaluation leaves it out. It cannot be combined with sharded weights or with compiled
-    layers.
+    The paper is Switch Transformers. Most configurations of transformers have 0.001. The loss is
+    added to that of every step. It covers all tokens, prompts included, of the sequences that are
+    trained on, and those of `mix`. Above 0, the result depends on how a step is split into
+    micro-batches: the loss is a product of means over a micro-batch, and the step takes the mean of
+    its micro-batches, weighted by their tokens. Evaluation leaves it out. It cannot be combined
+    with sharded weights or with compiled layers.
     """
     max_skipped: PositiveInt = 5
-    """Stop after N consecutive steps whose loss or gradient was not finite."""
+    """Stop after N consecutive steps with a loss or gradient that was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
-    """With a reward: end the run after N consecutive steps without a gradient. null: continue.
+    """With a reward: end the run after N consecutive steps without a gradient. null: never.
 
     There is no gradient if the completions of every group have the same reward. The run is saved
     and finished as if this were its last step. With train.router_aux_loss above 0 every step has a
@@ -1087,27 +1078,27 @@ class Parallel(Section):
     """Changes memory and speed, never a result."""
 
     shard: Literal["auto", "off", "full"] = "auto"
-    """How processes divide a model. off: each holds all of it. full: weights, gradients and
-    optimizer state are sharded (FSDP2). auto: full if one process could not hold all.
+    """off: each process holds the whole model. full: weights, gradients and optimizer state are
+    sharded (FSDP2). auto: full if one process could not hold all.
 
     A resumed run keeps the choice.
     """
     tensor: PositiveInt = 1
-    """Size of a tensor-parallel group: processes on one host that share the matrix multiplications
-    of each layer.
+    """Processes on one host that share the matrix multiplications of each layer (tensor
+    parallelism).
 
     The N consecutive processes of a group process the same rows, each group other rows.
     """
     context: PositiveInt = 1
-    """Size of a context-parallel group: processes on one host that share the tokens of each
-    micro-batch, for long sequences.
+    """Processes on one host that share the tokens of each micro-batch, for long sequences (context
+    parallelism).
 
     Each of the N consecutive processes of a group stores about 1/N of the activations. Each group
     processes other rows.
     """
     shard_size: Annotated[int, Field(gt=1, le=65536)] | None = None
-    """With shard full: processes over which one copy of the model is sharded, such as the GPUs of a
-    host (HSDP). Default: all.
+    """With shard full: processes that share one copy of the model, such as those of a host (HSDP).
+    Default: all.
 
     Each such group of consecutive processes has a replica, and the replicas add up their gradients
     once per step (hybrid sharding). With tensor N, a group has N times as many processes.
@@ -1121,7 +1112,7 @@ class Parallel(Section):
     step needs memory for a complete gradient.
     """
     offload: bool = False
-    """With shard full: store shards and optimizer state in host memory (CUDA only)."""
+    """With shard full: keep shards and optimizer state in host memory (CUDA only)."""
 
     @property
     def shards_weights(self) -> bool:
@@ -1160,26 +1151,27 @@ class Parallel(Section):
 
 class Eval(Section):
     every: Annotated[PositiveFloat, WholeFromOne] = 50.0
-    """Optimizer steps between evaluations. Below 1: a fraction of an epoch."""
+    """Steps between evaluations. Below 1: a fraction of an epoch."""
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
-    """Evaluate only the first N examples of data.eval.
+    """Use only the first N examples of data.eval.
 
     data.test is always evaluated in full.
     """
     train_examples: NonNegativeInt = 200
-    """After training, also evaluate N rows of data.train, to find rows that may be mislabelled. Not
-    for online methods.
+    """After training, also evaluate N rows of data.train, to find mislabelled ones. Not for online
+    methods.
 
     The report shows those that the model contradicts most.
     """
     other_text: Text = "auto"
     """Texts that measure forgetting: shipped (40 short texts), a file, or off. auto: shipped for
-    methods with a teacher (hindsight, distill, online_distill), else off.
+    methods with a teacher, else off.
 
-    The report shows how much worse the trained model predicts them than the model before training.
-    A file has rows of any format, or plain text (.txt) with blank lines between the texts.
+    Methods with a teacher are hindsight, distill and online_distill. The report shows how much
+    worse the trained model predicts the texts than the model before training. A file has rows of
+    any format, or plain text (.txt) with blank lines between the texts.
     """
 
 
@@ -1189,7 +1181,7 @@ class Samples(Section):
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
     """Maximum tokens per completion."""
     temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 takes the most likely token.
+    """0 takes the most likely token.
 
     The report labels sampled completions as such, and does not begin with them.
     """
@@ -1206,7 +1198,7 @@ class Samples(Section):
 
 class Best(Section):
     metric: Text = "eval/loss"
-    """Name of an evaluation metric in the log."""
+    """Evaluation metric in the log."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger values are better."""
 
@@ -1221,7 +1213,7 @@ class Best(Section):
 
 class EarlyStop(Best):
     patience: PositiveInt = 3
-    """Stop after N consecutive evaluations that were not better than the best one."""
+    """Stop after N consecutive evaluations that were not better than the best."""
     min_delta: NonNegativeFloat = 0.0
     """Smallest improvement that counts."""
 
@@ -1237,32 +1229,29 @@ TRACKERS = {
 
 class SinkSettings(Section):
     kind: Text
-    """The tracker: tensorboard, wandb, trackio, mlflow, or a plugin, by its name or import path.
+    """tensorboard, wandb, trackio, mlflow, or a plugin by its name or import path.
 
     The first four need the extra with the same name: `pip install "valence-align[wandb]"`.
     """
     project: Text | None = None
-    """Project (mlflow: experiment) of the run. Default: `valence`.
+    """Project, in mlflow experiment. Default: `valence`.
 
     tensorboard has none.
     """
     name: Text | None = None
-    """Name of the run in the tracker. Default: that of the run's folder.
+    """Name of the run. Default: that of its folder.
 
     tensorboard has none.
     """
     folder: Text | None = None
-    """Folder of the tracker's files. Default: a folder in the run's folder; for trackio,
-    TRACKIO_DIR if set.
+    """Folder of the tracker's files. Default: in the run's folder; for trackio, TRACKIO_DIR if set.
 
-    It has the name of the tracker.
+    The folder in the run's folder has the name of the tracker.
     """
     uri: Text | None = None
     """Server or database of mlflow. Default: MLFLOW_TRACKING_URI, or files in the run's folder."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Whether wandb uploads. auto: the value of WANDB_MODE, else online with a key and offline
-    without.
-    """
+    """Whether wandb uploads. auto: WANDB_MODE, else online with a key and offline without."""
     tags: list[Text] = Field(default_factory=list[Text])
     """Tags of the run in wandb and mlflow."""
 
@@ -1289,45 +1278,44 @@ class RunSection(Section):
     sinks: list[SinkSettings] = Field(default_factory=list[SinkSettings])
     """Trackers that also get the log: names, such as `[tensorboard, wandb]`, or sections."""
     log_every: PositiveInt = 1
-    """Write a line of metrics every N optimizer steps."""
+    """Write metrics every N optimizer steps."""
     save_every: PositiveInt = 50
     """Save a checkpoint every N optimizer steps, and at the end."""
     keep: PositiveInt | None = 3
-    """Number of newest checkpoints to keep; null: all."""
+    """Newest checkpoints to keep; null: all."""
     keep_best: Best | None = None
     """Also keep the checkpoint with the best evaluation (`--step best` reads it)."""
     save_state: bool = True
-    """Save all state that resuming needs, such as trained weights and optimizer state."""
+    """Save all that resuming needs, such as trained weights and optimizer state."""
     save_hf: bool = False
-    """Also write a Hugging Face folder (`model`) into each checkpoint. Training waits for it."""
+    """Also write a Hugging Face folder (`model`) into each checkpoint, while training waits."""
     async_save: bool = True
-    """Write checkpoints in the background. Needs host memory for a copy of the state during a save.
+    """Write checkpoints in the background, from a copy of the state in host memory.
 
     Training waits only while the state is copied into host memory. false: training waits for the
     whole save.
     """
     max_failed_saves: PositiveInt = 3
-    """Stop after N consecutive saves that failed, as on a full disk.
+    """Stop after N consecutive failed saves, as on a full disk.
 
     Until then, training continues.
     """
     max_time: Clock = None
-    """Time limit, as "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then saves its state and exits
-    with status 124; rerun the same command to resume.
+    """Time limit, "HH:MM:SS" or "D:HH:MM:SS", in quotes. Training then saves its state and exits
+    with status 124; rerun the command to resume.
 
     Training finishes its step first. The limit includes loading the model; leave time for one step
     and one save.
     """
     early_stop: EarlyStop | None = None
-    """Stop the run when evaluations no longer improve.
+    """Stop when evaluations no longer improve.
 
     The evaluation before the first step is not counted.
     """
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
-    """Content of model/ after training with an adapter: merged weights (auto), or the adapter
-    alone.
+    """model/ after training with an adapter: merged weights (auto), or the adapter alone.
 
     With model.quantize the adapter is merged into the unquantized weights of model.name, which are
     loaded in model.dtype into host memory.
@@ -1375,8 +1363,8 @@ class Recipe(Section):
     eval: Eval = Eval()
     """Evaluation during training."""
     reward: list[RewardSettings] = Field(default_factory=list[RewardSettings])
-    """Rewards of the policy's completions, for online training: one section, or a list. The rows
-    of data.train are then prompts.
+    """Rewards of the policy's completions: one section, or a list. The rows of data.train are then
+    prompts.
     """
     rollout: Rollout = Rollout()
     """How the policy is sampled."""

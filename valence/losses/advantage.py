@@ -165,7 +165,7 @@ def of_leave_one_out(
     A = R' - mean of R' over the other G-1, with R' = R - kl_beta*sum_t (old_t - ref_t). Ahmadian et
     al. 2024, arXiv 2402.14740.
 
-    kl_beta: penalty per nat of KL from the reference, in units of reward.
+    kl_beta: penalty per nat of KL from the reference (units of reward).
     """
     kl = torch.zeros_like(reward).index_add(0, owner, k1(old_t, ref_t).to(reward))
     return leave_one_out(reward - kl_beta * kl, group)[owner]
@@ -179,7 +179,7 @@ def of_reward_to_go(
     A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of
     the round. Hu 2025, arXiv 2501.03262.
 
-    kl_beta: penalty per nat of KL from the reference, in units of reward.
+    kl_beta: penalty per nat of KL from the reference (units of reward).
     """
     kl, place = _laid_out(k1(old_t, ref_t).to(reward), owner, len(reward))
     to_go = kl.flip(1).cumsum(1).flip(1)[owner, place]
@@ -201,24 +201,21 @@ def gae(
 ) -> dict[str, Tensor]:
     """Generalized advantage estimation: the estimated return of a token minus the value estimate.
 
-    d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t;
-    r_t = -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token;
-    then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015,
-    arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Here, r_t is the
-    reward of a token and d_t its temporal-difference error. Truncated completions are treated like
-    complete ones: R is the reward of the whole completion, and the value after its last token is 0.
+    d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t; r_t =
+    -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token; then
+    (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015, arXiv 1506.02438,
+    Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Here, r_t is the reward of a token and
+    d_t its temporal-difference error. Truncated completions are treated like complete ones.
 
     Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
 
-    kl_beta: penalty per nat of KL from the reference, in units of reward; with kl_target, the
-        initial value.
-    kl_target: target KL from the reference, nats per completion; kl_beta is adapted after every
-        round. null keeps kl_beta fixed.
-    kl_horizon: number of completions over which kl_beta is adapted. A larger number adapts it more
-        slowly.
+    kl_beta: penalty per nat of KL from the reference (units of reward); with kl_target, its first
+        value.
+    kl_target: target KL (nats per completion), for which kl_beta is adapted after every round.
+        null: never.
+    kl_horizon: completions over which kl_beta is adapted; more: slower.
     gamma: discount factor of rewards, per token.
-    gae_lambda: how far the return estimate looks ahead: 0 means to the next value, 1 to the end of
-        the completion.
+    gae_lambda: how far the return estimate looks ahead: 0 to the next value, 1 to the end.
     """
     del kl_target, kl_horizon  # see adapted
     count = len(reward)

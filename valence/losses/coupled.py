@@ -16,7 +16,7 @@ from valence.losses.preference import Beta, logistic
 def aot(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Alignment by optimal transport: raise the sorted differences between chosen and rejected
+    """Alignment by optimal transport: raise the sorted differences of chosen and rejected
     completions above those of the reference.
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(logp_w - logp_l) - sort(ref_w - ref_l), e =
@@ -26,7 +26,7 @@ def aot(
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of all pairs of the step (nats);
     wrong[P]: probability that the label is wrong.
 
-    beta: strength of the regularization towards the reference.
+    beta: regularization towards the reference.
     """
     gap = logp_w - logp_l
     rank = gap.argsort(stable=True).argsort()
@@ -41,15 +41,14 @@ def aot_unpaired(
     those of thumbs down.
 
     -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(r of thumbs up) - sort(r of thumbs down), r =
-    logp - ref. The larger class is reduced to k, the size of the smaller one, at evenly spaced
-    quantiles. The loss of a sorted pair is divided equally between its two completions;
-    completions that were dropped have loss 0. Divide the sum over [S] by k. Melnyk et al. 2024,
-    arXiv 2406.05882, Sec. 3 (unpaired).
+    logp - ref. Of the larger class, k evenly spaced quantiles remain, k = size of the smaller one.
+    Both completions of a sorted pair have half its loss, the dropped ones 0. Divide the sum over
+    [S] by k. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3 (unpaired).
 
     logp, ref [S]: summed log-probabilities of all completions of the step (nats); label[S]: True is
     thumbs up.
 
-    beta: strength of the regularization towards the reference.
+    beta: regularization towards the reference.
     label_smoothing: assumed share of wrong labels (e).
     """
     r = logp - ref

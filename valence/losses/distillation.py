@@ -24,19 +24,19 @@ def from_teacher(
     2603.12273. On tokens that the policy has sampled, the expected gradient is that of KL(policy,
     teacher) for the next token. distribution: beta*KL(P, M) + (1 - beta)*KL(Q, M), P = teacher, Q =
     policy, M = beta*P + (1 - beta)*Q; KL(P, Q) for beta 0, KL(Q, P) for beta 1. Agarwal et al.
-    2024, arXiv 2306.13649, equation 1.
+    2024, arXiv 2306.13649, Eq. 1.
 
     logp_t[T]: log-probability of each trained token (nats); teacher_t[T]: that of the teacher;
     old_t[T]: that of the policy that sampled the token, logp_t if it is not known; divergence_t[T]:
     divergence of the distributions of teacher and policy at the token (nats).
 
-    target: what the policy learns from the teacher. token: how likely it finds the tokens of the
-        completion. distribution: how likely it finds each token of the vocabulary at their places.
+    target: what the policy learns: the teacher's probability of the completion's tokens (token), or
+        of the whole vocabulary in their places (distribution).
     clip: largest absolute value of A_t (nats). null: no limit.
-    max_ratio: largest weight of a token whose sampling policy is known.
+    max_ratio: largest weight w_t of a token, if its sampling policy is known.
     beta: 1: KL(policy, teacher), which avoids what the teacher would not write. 0: KL(teacher,
-        policy), which covers everything that it would write. Between: a mixture of both.
-    top_k: compares only the teacher's k most likely tokens, with all others as one. null: all.
+        policy), which covers all that it would. Between: a mixture.
+    top_k: compare only the teacher's k most likely tokens, all others as one. null: all.
     """
     if target == "distribution":
         return divergence_t

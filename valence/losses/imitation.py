@@ -6,7 +6,7 @@ from valence.losses.lazy import Tensor
 
 
 def sft(logp_t: Tensor) -> Tensor:
-    """Supervised fine-tuning: the negative log-likelihood of the demonstration, token by token.
+    """Supervised fine-tuning: the negative log-likelihood of the demonstration.
 
     -logp_t, averaged over all trained tokens of the optimizer step.
 
@@ -16,8 +16,8 @@ def sft(logp_t: Tensor) -> Tensor:
 
 
 def dft(logp_t: Tensor) -> Tensor:
-    """Dynamic fine-tuning: the negative log-likelihood of each token, weighted by the token's
-    probability, so that unlikely tokens do not dominate the step.
+    """Dynamic fine-tuning: the negative log-likelihood of each token, weighted by its probability,
+    so that unlikely tokens do not dominate.
 
     -sg(p_t)*logp_t, p_t = exp(logp_t), sg = stop-gradient; averaged over all trained tokens of the
     optimizer step. Wu et al. 2025, arXiv 2508.05629.

@@ -37,14 +37,14 @@ MAX_NATS = 40.0  # exp(x)**2 of more would overflow in float32
 def humanline(
     tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None
 ) -> Named:
-    """Clamp the log-ratio of each token to a range, because people do not perceive larger changes.
+    """Clamp each token's log-ratio, because people do not perceive larger changes.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), around 0; [-1.0, 1.5] in the
-        paper. Use it with reference.sync_every.
+    humanline: range [low, high] of a token's log-ratio (nats); [-1.0, 1.5] in the paper. Use it
+        with reference.sync_every.
     """
     del batch
     assert humanline is not None
@@ -70,7 +70,7 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    ld_alpha: weight of a token beyond the length of the shorter completion; 1 changes nothing.
+    ld_alpha: weight of tokens beyond the shorter completion; 1 changes nothing.
     """
     n = lengths(batch, tokens["logp_t"])
     chosen, rejected = sides(batch)
@@ -85,15 +85,15 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
 
 
 def edits(tokens: Tokens, batch: MicroBatch, *, shared_weight: Share = 1.0) -> Named:
-    """Reduce the weight of tokens that both completions of a pair share, as a corrected answer and
-    the original, in policy and reference.
+    """Reduce the weight of tokens that both completions of a pair share, such as an answer and its
+    correction, in policy and reference.
 
     Token t has the weight shared_weight if it is in a matching block of the token ids of both
     completions (Ratcliff and Metzener 1988, "Pattern Matching: The Gestalt Approach").
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    shared_weight: weight of a token that both completions share; 1 changes nothing.
+    shared_weight: weight of shared tokens; 1 changes nothing.
     """
     completions = batch.scored_tokens()
     is_shared: list[bool] = []
@@ -131,12 +131,11 @@ def places(batch: MicroBatch) -> Tensor:
 
 
 def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0) -> Named:
-    """Set the probability that a label is wrong: from the column `soft` if the row has one,
-    otherwise from the setting.
+    """Set the probability that a label is wrong.
 
     wrong = 1 - soft, or wrong = label_smoothing for rows without soft.
 
-    label_smoothing: assumed share of wrong labels; rows with a column `soft` use 1 - soft instead.
+    label_smoothing: assumed share of wrong labels, for rows without a column `soft`.
     """
     soft = view["soft"]
     return {**view, "wrong": (1 - soft).masked_fill(soft.isnan(), label_smoothing)}
@@ -148,16 +147,15 @@ def f_divergence(
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     f_alpha: Annotated[float, Gt(0), Lt(1)] = 0.5,
 ) -> Named:
-    """Regularize with another f-divergence: replace the log-ratio r by f'(u), where u = exp(r).
+    """Regularize with another f-divergence: replace the log-ratio r by f'(u), u = exp(r).
 
     forward_kl: 1 - exp(-r); js: log 2 + log s(r); alpha: (1 - exp(-a*r)) / a; reverse_kl: r.
     Wang et al. 2023, arXiv 2309.16240, Tab. 1. Exponents are clamped to 40 nats.
 
     view: logp_w, logp_l, ref_w, ref_l [P] (nats).
 
-    f_divergence: the divergence from the reference that the loss regularizes.
-    f_alpha: the a of `f_divergence: alpha`, between reverse KL (towards 0) and forward KL (towards
-        1).
+    f_divergence: divergence from the reference.
+    f_alpha: a of `f_divergence: alpha`, between reverse KL (near 0) and forward KL (near 1).
     """
 
     def score(r: Tensor) -> Tensor:
@@ -174,9 +172,9 @@ def f_divergence(
 def wpo(view: Named, *, wpo: bool = False) -> Named:
     """Weight a pair by the probability that the policy samples both completions.
 
-    w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient.
-    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of the authors' code, 1. p_v is
-    the probability of token v of the vocabulary at position t.
+    w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient. Zhou et
+    al. 2024, arXiv 2406.11827, Eq. 5, with the bound 1 of the authors' code. p_v: probability of
+    token v of the vocabulary at t.
 
     view: confidence_w[P], confidence_l[P] (the c of both sides, nats).
 
@@ -202,8 +200,8 @@ def nll(
     view: logp_w[P] (nats), n_w[P] (tokens).
 
     nll_weight: weight of the chosen completion's negative log-likelihood.
-    nll_average: `token` averages over all chosen tokens of the step; `sequence` averages over the
-        tokens of each completion, then over completions.
+    nll_average: `token`: over all chosen tokens of the step; `sequence`: over the tokens of each
+        completion, then over completions.
     """
     loss = -nll_weight * view["logp_w"]
     return loss if nll_average == "token" else loss / view["n_w"]
@@ -222,14 +220,14 @@ def kl_penalty(
     """Add a per-token estimate of the KL from the reference, with the same averaging as the loss.
 
     kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman
-    2020, "Approximating KL divergence". k1 (the log-ratio itself) is not available, because its
-    gradient averages to 0.
+    2020, "Approximating KL divergence". k1, the log-ratio itself, is not available: its gradient
+    averages to 0.
 
     view: logp_t[T], ref_t[T] (nats).
 
     kl_weight: weight of the KL from the reference.
-    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which
-        has the gradient of KL(reference, policy).
+    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), with the
+        gradient of KL(reference, policy).
     """
     return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](
         view["logp_t"], view["ref_t"]
@@ -237,7 +235,7 @@ def kl_penalty(
 
 
 def correction(view: Named, *, correction: High | None = 2.0) -> Named:
-    """Correct for differences between the probabilities of the sampler and those of the policy.
+    """Correct for differences between the sampler's and the policy's probabilities.
 
     weight * min(exp(old_t - sampler_t), correction), without a gradient. Losses of whole
     completions use the sums old and sampler. Ionides 2008 (truncated importance sampling).
@@ -245,7 +243,7 @@ def correction(view: Named, *, correction: High | None = 2.0) -> Named:
 
     view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
 
-    correction: largest weight; null disables the correction.
+    correction: largest weight; null: no correction.
     """
     assert correction is not None
     for end in ("", "_t"):
@@ -276,16 +274,15 @@ def value(
 ) -> Tensor:
     """Add the per-token error of the value head, with the same averaging as the loss.
 
-    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V at
-    sampling. Schulman et al. 2017, arXiv 1707.06347, Eq. 9, clipped as in its
-    published code. The term is 0 for completions without a return G, such as stored completions.
+    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V at sampling.
+    Schulman et al. 2017, arXiv 1707.06347, Eq. 9, clipped as in its published code. The term is 0
+    without a return G, as for stored completions.
 
     view: critic_t[T] (V), value_t[T] (V_old), return_t[T] (G), units of reward.
 
     value: train a value head. ppo with a reward always trains one.
     value_weight: weight of the error.
-    value_clip: largest change of an estimate since sampling, without gradient beyond it. null: no
-        limit.
+    value_clip: largest change of an estimate since sampling, no gradient beyond. null: no limit.
     """
     del value
     if "return_t" not in view:

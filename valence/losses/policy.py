@@ -46,9 +46,9 @@ def ppo_clip(
     logp_t[T]: log-probability of each trained token (nats); old_t[T]: that of the sampling policy;
     adv_t[T]: its advantage (units of reward, usually normalized).
 
-    eps_low: lower clipping bound of the ratio, as a distance from 1.
-    eps_high: upper clipping bound of the ratio, as a distance from 1.
-    dual_clip: cap of the ratio for negative advantages; set it above 1 + eps_high. null: no cap.
+    eps_low: distance of the ratio's lower clipping bound from 1.
+    eps_high: distance of the ratio's upper clipping bound from 1.
+    dual_clip: cap of the ratio for negative advantages, above 1 + eps_high. null: none.
     """
     rho = _exp(logp_t - old_t)
     gain = torch.minimum(rho * adv_t, rho.clamp(1 - eps_low, 1 + eps_high) * adv_t)
@@ -63,7 +63,7 @@ def gspo(
     dual_clip: Annotated[float, Gt(1)] | None = None,
 ) -> Tensor:  # fmt: skip
     """Group sequence policy optimization: the clipped surrogate with one ratio per completion, the
-    geometric mean of the ratios of its tokens.
+    geometric mean over its tokens.
 
     -min(rho*A, clip(rho, 1-eps_low, 1+eps_high)*A), rho = exp((logp - old)/n). Zheng et al. 2025,
     arXiv 2507.18071, Eq. 5-7. dual_clip works as for grpo.
@@ -72,9 +72,9 @@ def gspo(
     n[S]: number of tokens; adv[S]: advantage (usually normalized), the mean over tokens if it
     varies.
 
-    eps_low: lower clipping bound of the ratio, as a distance from 1.
-    eps_high: upper clipping bound of the ratio, as a distance from 1.
-    dual_clip: cap of the ratio for negative advantages; set it above 1 + eps_high. null: no cap.
+    eps_low: distance of the ratio's lower clipping bound from 1.
+    eps_high: distance of the ratio's upper clipping bound from 1.
+    dual_clip: cap of the ratio for negative advantages, above 1 + eps_high. null: none.
     """
     return ppo_clip(logp / n, old / n, adv, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
 
@@ -82,8 +82,7 @@ def gspo(
 def cispo(
     logp_t: Tensor, old_t: Tensor, adv_t: Tensor, *, eps_high: Annotated[float, Gt(0)] = 5.0
 ) -> Tensor:
-    """Clipped importance-sampling weights: the weight of a token is capped, but no token loses its
-    gradient.
+    """Clipped importance-sampling weights: weights are capped, but no token loses its gradient.
 
     -sg(min(rho, eps_high))*A*logp_t, rho = exp(logp_t - old_t), sg = stop-gradient. MiniMax 2025,
     arXiv 2506.13585, Eq. 4-5, which writes the cap as 1 + eps_high.

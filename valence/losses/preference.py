@@ -51,7 +51,7 @@ def dpo(
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: required lead of
     the chosen completion (units of beta*d); wrong[P]: probability that the label is wrong.
 
-    beta: strength of the regularization towards the reference.
+    beta: regularization towards the reference.
     """
     return logistic(beta * _gap(logp_w, logp_l, ref_w, ref_l), wrong, margin)
 
@@ -77,8 +77,7 @@ def dpo_norm(
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens;
     margin[P]: units of x; wrong[P]: probability that the label is wrong.
 
-    beta: strength of the regularization towards the reference; multiplies nats per token, so it
-        must be larger than for dpo.
+    beta: regularization towards the reference; multiplies nats per token, so larger than for dpo.
     """
     return logistic(
         beta * _gap(logp_w / n_w, logp_l / n_l, ref_w / n_w, ref_l / n_l), wrong, margin
@@ -88,8 +87,8 @@ def dpo_norm(
 def robust_dpo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """DPO without bias from flipped labels: the expected loss over random label flips is the DPO
-    loss of the true labels.
+    """DPO without bias from flipped labels: over random flips, the expected loss is the DPO loss of
+    the true labels.
 
     (-(1-e) log s(beta*d) + e log s(-beta*d)) / (1-2e), e = wrong. Chowdhury et al. 2024, arXiv
     2403.00409, Sec. 3.
@@ -97,7 +96,7 @@ def robust_dpo(
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability that
     the label is wrong; must not be 1/2, where the loss divides by 0.
 
-    beta: strength of the regularization towards the reference.
+    beta: regularization towards the reference.
     """
     x = beta * _gap(logp_w, logp_l, ref_w, ref_l)
     return (-(1 - wrong) * logsigmoid(x) + wrong * logsigmoid(-x)) / (1 - 2 * wrong)
@@ -114,16 +113,16 @@ def ipo(
     tau: Beta = 0.1,
     normalize: bool = True,
 ) -> Tensor:
-    """Identity preference optimization: regress the difference of log-ratios to a fixed target, so
-    that it cannot grow without limit.
+    """Identity preference optimization: regress the difference of log-ratios to a fixed target,
+    which limits it.
 
     (r_w/n_w - r_l/n_l - 1/(2*tau))^2, or (d - 1/(2*tau))^2 if not normalized. Azar et al. 2023,
     arXiv 2310.12036, Eq. 17.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 
-    tau: strength of the regularization towards the reference; the target difference is 1/(2*tau).
-    normalize: use means over tokens, as the authors did, rather than sums.
+    tau: regularization towards the reference; the target difference is 1/(2*tau).
+    normalize: means over tokens, as the authors used, instead of sums.
     """
     r_w, r_l = logp_w - ref_w, logp_l - ref_l
     gap = r_w / n_w - r_l / n_l if normalize else r_w - r_l
@@ -139,8 +138,7 @@ def hinge(
     *,
     beta: Beta = 0.1,
 ) -> Tensor:
-    """Hinge loss on the difference of log-ratios: a pair with a large enough difference has no
-    gradient.
+    """Hinge loss: a pair with a large enough difference of log-ratios has no gradient.
 
     max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm; the case
     margin = 0).
@@ -155,11 +153,11 @@ def hinge(
 def slic(
     logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: Weight = 0.1
 ) -> Tensor:
-    """Sequence likelihood calibration: make the chosen completion more likely than the rejected one
-    by a margin, and keep its likelihood high.
+    """Sequence likelihood calibration: make the chosen completion likelier than the rejected one by
+    a margin, and keep it likely.
 
     max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with
-    the chosen completion as the target of the regularizer.
+    the chosen completion as the regularizer's target.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -197,15 +195,15 @@ def simpo(
 
 
 def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Contrastive preference optimization: DPO with a uniform reference, combined with the
-    negative log-likelihood of the chosen completion (`nll_weight`).
+    """Contrastive preference optimization: DPO with a uniform reference, and the negative
+    log-likelihood of the chosen completion.
 
-    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. `nll_weight` adds the other
-    term of the paper's objective.
+    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417. `nll_weight` adds the paper's
+    other term.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
-    beta: scale of the difference; larger values saturate the loss earlier.
+    beta: scale of the difference; larger: the loss saturates earlier.
     """
     return -logsigmoid(beta * (logp_w - logp_l))
 
@@ -236,14 +234,14 @@ def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta
 def apo_zero(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Anchored preference optimization: raise the chosen completion and lower the rejected one,
-    each relative to the reference.
+    """Anchored preference optimization: raise the chosen and lower the rejected completion, each
+    relative to the reference.
 
     1 - s(beta*r_w) + s(beta*r_l). D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 7.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: scale of the log-ratio; larger values saturate the loss earlier.
+    beta: scale of the log-ratio; larger: the loss saturates earlier.
     """
     return torch.sigmoid(-beta * (logp_w - ref_w)) + torch.sigmoid(beta * (logp_l - ref_l))
 
@@ -258,7 +256,7 @@ def apo_down(
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: scale of the log-ratio; larger values saturate the loss earlier.
+    beta: scale of the log-ratio; larger: the loss saturates earlier.
     """
     return torch.sigmoid(beta * (logp_w - ref_w)) + torch.sigmoid(
         -beta * _gap(logp_w, logp_l, ref_w, ref_l)
@@ -268,8 +266,8 @@ def apo_down(
 def exo(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
-    """Efficient exact optimization: minimize the reverse KL divergence between the preference
-    probability of the policy and the smoothed label.
+    """Efficient exact optimization: minimize the reverse KL between the policy's preference
+    probability and the smoothed label.
 
     q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = s(beta*d), e = wrong. Ji et al. 2024, arXiv
     2402.00856, Eq. 16.
@@ -278,7 +276,7 @@ def exo(
     that the label is wrong, clamped to [1e-6, 1 - 1e-6], because the divergence is infinite at 0
     and 1.
 
-    beta: strength of the regularization towards the reference.
+    beta: regularization towards the reference.
     """
     x, e = beta * _gap(logp_w, logp_l, ref_w, ref_l), wrong.clamp(1e-6, 1 - 1e-6)
     agree = torch.sigmoid(x) * (logsigmoid(x) - torch.log1p(-e))
@@ -289,14 +287,14 @@ def nca(
     logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
 ) -> Tensor:
     """Noise-contrastive alignment: classify the chosen completion against samples of the reference,
-    so that the chosen completion does not become less likely.
+    so that it stays likely.
 
     -log s(beta*r_w) - 0.5 log s(-beta*r_w) - 0.5 log s(-beta*r_l). Chen et al. 2024, arXiv
     2402.05369, Sec. 4, for pairs.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: scale of the log-ratio; larger values saturate the loss earlier.
+    beta: scale of the log-ratio; larger: the loss saturates earlier.
     """
     x_w, x_l = beta * (logp_w - ref_w), beta * (logp_l - ref_l)
     return -logsigmoid(x_w) - 0.5 * (logsigmoid(-x_w) + logsigmoid(-x_l))
@@ -309,7 +307,7 @@ def bco_pair(
     completions at the threshold delta.
 
     -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656. The
-    paper's weight for different prompts is 1 here, because a pair has one prompt.
+    paper's weight is 1, because a pair has one prompt.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the
     implicit rewards of chosen and rejected completions (units of beta*r), no gradient.
@@ -331,8 +329,7 @@ def sppo(
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the regularization towards the reference; the targets are 1/(2*beta) and
-        -1/(2*beta).
+    beta: regularization towards the reference; the targets are 1/(2*beta) and -1/(2*beta).
     """
     target = 1 / (2 * beta)
     return (logp_w - ref_w - target).square() + (logp_l - ref_l + target).square()
@@ -354,9 +351,8 @@ def dpop(
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the regularization towards the reference.
-    penalty: weight of each nat by which the chosen completion is less likely than under the
-        reference.
+    beta: regularization towards the reference.
+    penalty: penalty per nat by which the chosen completion is less likely than under the reference.
     """
     return -logsigmoid(
         beta * (_gap(logp_w, logp_l, ref_w, ref_l) - penalty * torch.relu(ref_w - logp_w))
@@ -372,16 +368,15 @@ def discopop(
     beta: Beta = 0.1,
     tau: Annotated[float, Gt(0), Le(1)] = 0.05,
 ) -> Tensor:
-    """Log-ratio modulated loss, found by an automated search: logistic for d < 0, exponential for
-    d > 0.
+    """Log-ratio modulated loss, found by search: logistic for d < 0, exponential for d > 0.
 
     (1-m)*(-log s(x)) + m*exp(-x), x = beta*d, m = s(x/tau). Lu et al. 2024, arXiv 2406.08414, Eq.
     5. The loss is not convex: at d = 0, a small step makes the chosen completion less likely.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
-    beta: strength of the regularization towards the reference.
-    tau: width of the transition between the two forms (units of x); above 1 the slope would be
+    beta: regularization towards the reference.
+    tau: width of the transition between the forms (units of x); above 1 the slope would be
         unbounded.
     """
     x = beta * _gap(logp_w, logp_l, ref_w, ref_l)

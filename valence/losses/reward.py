@@ -30,8 +30,8 @@ def bradley_terry(
     score_w, score_l [P]: scores of the chosen and the rejected completion; margin[P]: required
     difference of the two scores.
 
-    center_coef: pulls the mean score of each pair towards 0. Pairs determine only the difference of
-        their scores, so without it the mean is arbitrary. 0.01 is usual.
+    center_coef: pulls the mean score of each pair, which is otherwise arbitrary, towards 0. 0.01 is
+        usual.
     """
     return center_coef * (score_w + score_l).square() - logsigmoid(score_w - score_l - margin)
 
@@ -55,12 +55,11 @@ def pointwise(
     score[S, A]: score of each sequence and attribute; target[S, A]: label or score in the row;
     target_mask[S, A]: whether the row has one.
 
-    error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared for other scores, or
-        huber if some of them are outliers.
-    huber_delta: the error, in units of the score, above which the huber loss is linear.
-    verdict: the field of a row that is the target. auto: the first field that all training rows
-        have. The order is label, score, attributes for cross_entropy, and score, attributes, label
-        for squared and huber.
+    error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared for other scores, huber
+        with outliers.
+    huber_delta: error (units of the score) above which the huber loss is linear.
+    verdict: the target. auto: the first field that all training rows have of label, score,
+        attributes for cross_entropy, or of score, attributes, label for the others.
     """
     del verdict  # the targets were chosen by it before
     match error:
@@ -93,7 +92,7 @@ def ordinal(
     score[S, A], target[S, A], target_mask[S, A]: as for pointwise; thresholds[levels - 1]: theta,
     in ascending order, learned with the model.
 
-    levels: number of levels. Targets are whole numbers from 1 to this number.
+    levels: number of levels; targets are whole numbers from 1.
     """
     assert len(thresholds) == levels - 1
     infinity = thresholds.new_full((1,), torch.inf)

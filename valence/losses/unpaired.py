@@ -20,7 +20,7 @@ def kto(
     undesirable_weight: Weight = 1.0,
 ) -> Tensor:
     """Kahneman-Tversky optimization: raise r = logp - ref above the reference point z0 for thumbs
-    up, and lower it below z0 for thumbs down.
+    up, lower it below for thumbs down.
 
     desirable: w_D * (1 - s(beta*(r - z0))); undesirable: w_U * (1 - s(beta*(z0 - r))).
     Ethayarajh et al. 2024, arXiv 2402.01306, Eq. 7-8, with the weight w factored out.
@@ -28,7 +28,7 @@ def kto(
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     z0[S]: the reference point (nats), no gradient.
 
-    beta: scale of the log-ratio; small values let the policy move further from the reference.
+    beta: regularization towards the reference; small values let the policy move further.
     desirable_weight: weight of thumbs up.
     undesirable_weight: weight of thumbs down.
     """
@@ -39,7 +39,7 @@ def kto(
 
 
 def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Anchored preference optimization without pairs: raise thumbs up and lower thumbs down, each
+    """Anchored preference optimization without pairs: raise thumbs up and lower thumbs down,
     relative to the reference.
 
     desirable: 1 - s(beta*r); undesirable: s(beta*r), r = logp - ref.
@@ -47,7 +47,7 @@ def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up.
 
-    beta: scale of the log-ratio; larger values saturate the loss earlier.
+    beta: scale of the log-ratio; larger: the loss saturates earlier.
     """
     reward = beta * (logp - ref)
     return torch.where(label, torch.sigmoid(-reward), torch.sigmoid(reward))
@@ -58,8 +58,8 @@ def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta =
     the threshold delta.
 
     desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref. Jung
-    et al. 2024, arXiv 2404.04656, without its density-ratio term: the paper also weights thumbs
-    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates.
+    et al. 2024, arXiv 2404.04656, without its density-ratio weight of thumbs down, p(prompt is
+    liked)/p(prompt is disliked), which needs a classifier.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     delta[]: running mean of the implicit rewards of both classes (units of beta*r), no gradient.

@@ -149,9 +149,9 @@ def best_of_n(
     """Demonstrations from the `rollout.top_n` completions with the largest rewards of each prompt.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
-    (RAFT). These are left out: truncated completions (`rollout.mask_truncated`), prompts with
-    several completions that all have the same reward, and completions with a reward below
-    `rollout.min_reward` or, if it is not set, with the lowest reward of their prompt.
+    (RAFT). Leaves out truncated completions (`rollout.mask_truncated`), prompts with several
+    completions of equal reward, and rewards below `rollout.min_reward` (if not set, the lowest of
+    their prompt).
     """
     examples: list[TokenizedExample] = []
     for group in round:
@@ -210,10 +210,9 @@ def binary_labels(
     Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). A reward equal to the
     threshold is desirable if that is a number, and left out if it is a mean or median.
 
-    thumbs_up: the threshold: a number, or the mean or median of the rewards of the prompt (batch_:
-        of the round).
-    thumbs_quantile: instead of a threshold, label this share of each prompt's completions desirable
-        and as many undesirable; the others are left out.
+    thumbs_up: a number, or the mean or median of the prompt's rewards (batch_: of the round's).
+    thumbs_quantile: instead, label this share of each prompt's completions desirable, as many
+        undesirable, and leave out the others.
     """
     examples: list[TokenizedExample] = []
     all_rewards = [reward for group in round for reward in group.rewards]
@@ -247,10 +246,9 @@ def with_teachers(
 ) -> list[TokenizedExample]:
     """Completions that a teacher assesses.
 
-    Another model reads the same prompt (Agarwal et al. 2024, arXiv 2306.13649). If the teacher is
-    the policy itself, it also reads what the reward says about the completion, or the best
-    completion of the prompt (`teacher.context`; SDPO, Hübotter et al. 2026, arXiv 2601.20802).
-    Completions without such a text are left out.
+    Another model reads the same prompt (Agarwal et al. 2024, arXiv 2306.13649). The policy as
+    teacher also reads what the reward says, or the prompt's best completion (`teacher.context`;
+    SDPO, Hübotter et al. 2026, arXiv 2601.20802). Leaves out completions without such a text.
     """
     examples: list[TokenizedExample] = []
     for group in round:
