@@ -184,7 +184,7 @@ def candidates_of(
         and _accepts(f, row, keys, kind)
         # OpenAI's and ShareGPT's turns are distinguished one by one
         and (f.dialect is values.COLOSSAL) is is_colossal
-        and ((f.gives != "prompt" and not f.only) or names & CONTENT <= f.column_set)
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT <= f.columns.keys())
     }
     return tuple(name for name, f in fits.items() if not any(_covers(g, f) for g in fits.values()))
 
@@ -193,7 +193,7 @@ def _covers(f: Format, other: Format) -> bool:
     """Whether a format reads more columns of a row than another format that also fits it."""
     if f.required == other.required:
         return f.only is not None and other.only is None
-    return other.required <= f.column_set and not f.required <= other.column_set
+    return other.required <= f.columns.keys() and not f.required <= other.columns.keys()
 
 
 def _accepts(f: Format, row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None) -> bool:

@@ -49,34 +49,26 @@ class Format:
     loose: bool = False
 
     @cached_property
-    def required(self) -> frozenset[str]:
-        return frozenset(_names(token)[0] for token in self.need.split())
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        common = (name for name in ("weight", "info") if name not in self.parts.values())
-        return (*self.parts, *common)
-
-    @cached_property
-    def column_set(self) -> frozenset[str]:
-        return frozenset(self.columns)
+    def others(self) -> dict[str, tuple[str, ...]]:
+        """Column -> its other names."""
+        names = (token.partition("=")[0].split("|") for token in f"{self.need} {self.may}".split())
+        return {column: tuple(others) for column, *others in names}
 
     @cached_property
     def parts(self) -> dict[str, str]:
         """Column -> the part that it holds."""
-        tokens = (token.partition("=") for token in f"{self.need} {self.may}".split())
-        return {_names(names)[0]: part or _names(names)[0] for names, _, part in tokens}
+        parts = (token.partition("=")[2] for token in f"{self.need} {self.may}".split())
+        return {column: part or column for column, part in zip(self.others, parts, strict=True)}
 
     @cached_property
-    def others(self) -> dict[str, tuple[str, ...]]:
-        """Column -> its other names."""
-        tokens = (_names(token) for token in f"{self.need} {self.may}".split())
-        return {names[0]: names[1:] for names in tokens}
+    def columns(self) -> dict[str, str]:
+        """``parts``, with the columns that any row may have."""
+        common = {name: name for name in ("weight", "info") if name not in self.parts.values()}
+        return {**self.parts, **common}
 
-
-def _names(token: str) -> tuple[str, ...]:
-    """The names of a column."""
-    return tuple(token.partition("=")[0].split("|"))
+    @cached_property
+    def required(self) -> frozenset[str]:
+        return frozenset([*self.others][: len(self.need.split())])
 
 
 def _ends_with_a_question(row: Mapping[str, Any]) -> bool:
@@ -93,7 +85,7 @@ def _has_graded_answers(row: Mapping[str, Any]) -> bool:
 
 def _has_no_other_text(row: Mapping[str, Any]) -> bool:
     """Whether no other column holds text of several words, turns or objects."""
-    read = ("text", *_names(ANSWER))
+    read = ("text", *ANSWER.split("|"))
     others = [v for name, v in row.items() if name not in read and not is_unimportant(name)]
     return is_not_one_message(row) and not any(
         isinstance(v, list | dict) or len(str(v or "").split()) > 1 for v in others

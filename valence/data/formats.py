@@ -552,8 +552,8 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
             + ", ".join(f.columns),
         )
     return {
-        f.parts.get(column, column): keys.get(column, column)
-        for column in f.columns
+        part: keys.get(column, column)
+        for column, part in f.columns.items()
         if column in f.required or column in keys or column not in keys.values()
     }
 
