@@ -124,16 +124,18 @@ CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
 REJECTED = "rejected|rejected_response|response_k|dispreferred"
 ANSWERS = "completions|responses|generations|outputs|candidates"
 SCORES = "scores|rating|ratings ranks|rank"
-STEMS = ("response", "answer", "output", "completion", "generation")
 MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A", "B"))
-FIRST, SECOND = (
-    "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
-)
-NUMBERS, FLAGS = ("score", "rating", "reward"), ("winner_model", "winner")
-(SCORE_FIRST, SCORE_SECOND), (FLAG_FIRST, FLAG_SECOND) = (
-    ["|".join(f"{stem}{marks[side]}" for stem in stems for marks in MARKS) for side in (0, 1)]
-    for stems in (NUMBERS, FLAGS)
-)
+NUMBERS = ("score", "rating", "reward")
+
+
+def _of_two(*stems: str) -> list[str]:
+    """The names of columns of the first of two answers, and of the second."""
+    return ["|".join(stem + marks[i] for stem in stems for marks in MARKS) for i in (0, 1)]
+
+
+FIRST, SECOND = _of_two("response", "answer", "output", "completion", "generation")
+SCORE_FIRST, SCORE_SECOND = _of_two(*NUMBERS)
+FLAG_FIRST, FLAG_SECOND = _of_two("winner_model", "winner")
 SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
 FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
     "|".join(
