@@ -32,10 +32,11 @@ CONTENT = frozenset(
     if key not in SHAPES or (f.parts[name] in TEXTS[2:] and not f.loose)
 ) - {"text"}
 """Columns that determine a format. Any row may also have a `text`."""
+CONTENT_OR_TEXT = CONTENT | {"text"}
 RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
-SIDES = ("second", "score_first", "score_second", "lead", "strength")
+SIDES = ("score_first", "score_second", "lead", "strength")
 """Parts of two compared answers whose names have the same marks as that of the first answer."""
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
@@ -106,7 +107,8 @@ def resolve(
         names = _other_names(FORMATS[fitting[0]], row, keys)
         if FORMATS[fitting[0]].gives == "preference" and "prompt" in names.keys() - keys.keys():
             with suppress(UserError):  # the prompt is in the answers: the column may differ from it
-                values.shared_prompt(row.get("chosen"), row.get("rejected"), values.OPENAI)
+                answers = {side: row.get(side) for side in ("chosen", "rejected")}
+                values.split_shared_prompt(answers, values.OPENAI)
                 del names["prompt"]
         _check_verdicts(rows, fitting[0], names)
         return fitting[0], names
@@ -131,11 +133,13 @@ def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[
     """
     parts = {part: keys.get(column, column) for column, part in FORMATS[name].parts.items()}
     column = parts.get("winner")
-    cells = [lookup(row, column) for row in rows] if column else []
+    if column is None:
+        return
+    cells = (lookup(row, column) for row in rows)
     numbers = [cell for cell in cells if values.as_number(cell) is not None]
     if column in ("label", "preference") and numbers and 2 not in map(values.as_number, numbers):
         raise winner_error(parts, numbers)
-    sides = [parts.get("first", ""), parts.get("second", "")]
+    sides = (parts["first"], parts["second"])
     unknown = [n for n in numbers if values.verdict(n, sides, (None, None)) is None]
     if unknown:
         below_zero = [n for n in numbers if (values.as_number(n) or 0) < 0]
@@ -154,7 +158,9 @@ def _names_of(
     free = COLUMNS - mapped - keys.keys() if keys else COLUMNS
     names = {key for key, column in keys.items() if lookup(row, column) is not None}
     names |= {key for key, column in (filled or {}).items() if column in row}
-    names |= {name for name in {*row, *NESTED} & free if lookup(row, name) is not None}
+    names |= {name for name, value in row.items() if value is not None and name in free}
+    nested = (name for name in NESTED & free if name in row or name.partition(".")[0] in row)
+    names |= {name for name in nested if lookup(row, name) is not None}
     return frozenset({*names, "score"} if has_failed(row, keys) else names)
 
 
@@ -168,10 +174,10 @@ def candidates_of(
     one reads more columns.
     """
     names = _names_of(row, keys, filled)
-    cells = [lookup(row, keys.get(name, name)) for name in sorted({*CONTENT, "text"} & names)]
+    cells = [lookup(row, keys.get(name, name)) for name in sorted(CONTENT_OR_TEXT & names)]
     firsts = [cell[0] if isinstance(cell, list) and cell else cell for cell in cells]
-    dialects = [values.dialect_of(turn) for turn in firsts if isinstance(turn, dict)]
-    is_colossal = next(filter(None, dialects), None) is values.COLOSSAL
+    dialects = filter(None, map(values.dialect_of, firsts))
+    is_colossal = next(dialects, None) is values.COLOSSAL
     fits = {
         name: f
         for name, f in FORMATS.items()
@@ -253,7 +259,7 @@ def _can_be(part: str, value: object) -> bool:
     if part in SIZES:
         return isinstance(value, list) and len(value) >= SIZES[part]
     if part in TEXTS:
-        is_turn = isinstance(value, dict) and values.dialect_of(value) is not None
+        is_turn = values.dialect_of(value) is not None
         return is_turn or (isinstance(value, str | list) and bool(value))
     if part == "score":
         return values.as_number(value) is not None
@@ -300,18 +306,18 @@ def _unknown(
         for name in near[:3]
     )
     suggested = suggested_keys(rows, keys)
-    end = "" if suggested else f", which ignores {', '.join(ignored)}"
+    details = "" if suggested else f", which ignores {', '.join(ignored)}"
     suggested = suggested or certain
     flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
     if suggested and len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
-        suggested, end = {**suggested, "label": flags[0]}, ""
+        suggested, details = {**suggested, "label": flags[0]}, ""
     numbers = map(values.as_number, _filled(rows, suggested.get("score", "")))
     scores = [number for number in numbers if number is not None]
     if scores and kind == "judgement" and "label" not in suggested:
-        end += f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
+        details += f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
     mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     fix = _compared_fix(rows, keys) or (
-        (f"did you mean keys: {{{mapping}}}{end}? otherwise " if suggested else "")
+        (f"did you mean keys: {{{mapping}}}{details}? otherwise " if suggested else "")
         + ("" if columns else "write values into columns such as prompt and completion, or ")
         + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
         "completion: COLUMN, label: COLUMN}}"

@@ -136,6 +136,7 @@ def _of_two(*stems: str) -> list[str]:
 FIRST, SECOND = _of_two("response", "answer", "output", "completion", "generation")
 SCORE_FIRST, SCORE_SECOND = _of_two(*NUMBERS)
 FLAG_FIRST, FLAG_SECOND = _of_two("winner_model", "winner")
+TWO_ANSWERS = f"{PROMPT} {FIRST}=first {SECOND}=second"
 SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
 FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
     "|".join(
@@ -155,12 +156,11 @@ EDITED = "edited|edited_response=chosen original|original_response=rejected"
 FEEDBACK = "feedback|comment|critique|follow_up|demonstration"
 MORE = "system|system_prompt tools"
 ALPACA = "input system history"
-ONE, TWO = (
-    "prompt=prompt_text completion=completion_text",
-    ("prompt=prompt_text chosen=chosen_text rejected=rejected_text"),
-)
 IDS = "prompt_ids=prompt completion_ids=completion"
-GENERATED = f"logps sampled {ONE} rendered tools info stop version index parts"
+GENERATED = (
+    "logps sampled prompt=prompt_text completion=completion_text rendered tools info stop version "
+    "index parts"
+)
 """Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
 tokens, the tokens are used if the row has the digest of the model's vocabulary, else the text.
 """
@@ -186,7 +186,7 @@ FORMATS: dict[str, Format] = {
     "scored_ids": Format("judgement", f"{IDS} score", f"error {GENERATED}"),
     "preference_ids": Format(
         "preference", "prompt_ids=prompt chosen_ids=chosen rejected_ids=rejected",
-        f"margin soft {TWO} tools sampled"),
+        "margin soft prompt=prompt_text chosen=chosen_text rejected=rejected_text tools sampled"),
     "demonstration_ids": Format("demonstration", IDS, GENERATED),
     # HALOs: the output of its labelling script
     "binary_feedback": Format("judgement", "prompt output=completion label", "reward=score type"),
@@ -239,8 +239,8 @@ SHAPES: dict[str, Format] = {
     "arena": Format(
         "preference", "conversation_a=first conversation_b=second winner", "model_a model_b turn"),
     "arena_flags": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FLAG_FIRST}=score_first "
-        f"{FLAG_SECOND}=score_second", f"winner_tie|tie=score_tie model_a model_b {MORE}"),
+        "preference", f"{TWO_ANSWERS} {FLAG_FIRST}=score_first {FLAG_SECOND}=score_second",
+        f"winner_tie|tie=score_tie model_a model_b {MORE}"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -254,17 +254,16 @@ SHAPES: dict[str, Format] = {
         "preference", "orig_instruction=prompt orig_response_A=first orig_response_B=second "
         "orig_preference=winner"),
     "comparison": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {WINNER}",
-        f"{SCORES_OF_TWO} model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {WINNER}", f"{SCORES_OF_TWO} model_a model_b {MORE}",
+        loose=True),
     "comparison_scores": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SCORES_OF_TWO}",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {SCORES_OF_TWO}", f"model_a model_b {MORE}", loose=True),
     "comparison_lead": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FIRST_MINUS_SECOND}=lead",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {FIRST_MINUS_SECOND}=lead", f"model_a model_b {MORE}",
+        loose=True),
     "comparison_strength": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SECOND_MINUS_FIRST}=strength",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {SECOND_MINUS_FIRST}=strength", f"model_a model_b {MORE}",
+        loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
         "preference", "prompt chosen rejected messages score_chosen score_rejected"),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from valence.data import values
 from valence.data.format_table import FORMATS, begins_a_tree
-from valence.data.values import Dialect
+from valence.data.values import Dialect, TextOrTurns
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -71,10 +71,10 @@ class Columns:
         value = self.get(part)
         return default if value is None else parser(value, self.name(part))
 
-    def answers(self, parts: Sequence[str]) -> dict[str, str | tuple[Message, ...]]:
+    def answers(self, parts: Sequence[str]) -> dict[str, TextOrTurns]:
         """Text or turns in these parts, by the name of their column."""
-        names = {self.name(part): self.get(part) for part in parts}
-        return {n: values.text_or_turns(value, n, self.dialect) for n, value in names.items()}
+        cells = {self.name(part): self.get(part) for part in parts}
+        return {name: values.text_or_turns(c, name, self.dialect) for name, c in cells.items()}
 
     @property
     def common(self) -> dict[str, Any]:
@@ -119,30 +119,30 @@ def _read_contents(
     if "prompt_text" in row.columns:
         return _read_ids(row, *parts)
     if "text" in row.columns:
-        return _read_text(row)
-    if "first" in row.columns and (conversations := _read_text_lists(row, *parts)):
-        return _split_shared_prompt(row, conversations)
-    answers: dict[str, str | tuple[Message, ...]] = {}
-    if "messages" in row.columns:
-        prompt, answers[row.name("messages")] = _split_conversation(row, to_learn=to_learn)
-        parts = parts[1:]
+        prompt, answers = _split_text(row)
+    elif "messages" in row.columns:
+        prompt, answers = _split_conversation(row, to_learn=to_learn)
+        answers |= row.answers(parts[1:])
+    elif "first" in row.columns and (conversations := _read_text_lists(row, *parts)):
+        prompt, answers = _split_shared_prompt(row, conversations)
     elif row.get("prompt") is not None or "instruction" in row.columns:
-        prompt = _parse_prompt(row)
+        prompt, answers = _parse_prompt(row), row.answers(parts)
     elif len(parts) == 1:
-        prompt = ""
+        prompt, answers = "", row.answers(parts)
     else:
-        return _split_shared_prompt(row, {row.name(part): row.get(part) for part in parts})
-    return values.exchange(prompt, {**answers, **row.answers(parts)}, row.tools)
+        conversations = {row.name(part): row.get(part) for part in parts}
+        prompt, answers = _split_shared_prompt(row, conversations)
+    return values.exchange(prompt, answers, row.tools)
 
 
-def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
-    """A text without a prompt, or the conversation that it is a transcript of."""
+def _split_text(row: Columns) -> tuple[str, dict[str, TextOrTurns]]:
+    """A text without a prompt, or a transcript as its prompt and its last answer."""
     name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
     _, answer = values.transcript(text)
-    return values.exchange(text[:answer], {name: text[answer:]}, ())
+    return text[:answer], {name: text[answer:]}
 
 
-def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
+def _parse_prompt(row: Columns) -> TextOrTurns:
     """The prompt: text, or turns after the system prompt and earlier rounds. An instruction is
     always a turn, with its input on the next line.
     """
@@ -187,31 +187,24 @@ def _read_text_lists(row: Columns, *parts: str) -> dict[str, object]:
 
 def _split_shared_prompt(
     row: Columns, sides: Mapping[str, Any]
-) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt that both sides of a pair begin with, and the rest of both.
+) -> tuple[TextOrTurns, Mapping[str, TextOrTurns]]:
+    """The prompt that both sides of a pair begin with, and the answers.
 
     sides: the conversations by column.
     """
     num_rounds = values.as_number(row.get("turn"))
     if num_rounds:  # the answers of this round are compared
         sides = {name: values.first_rounds(side, int(num_rounds)) for name, side in sides.items()}
-    chosen, rejected = sides.values()
-    shared = values.shared_prompt(chosen, rejected, row.dialect)
-    if "first" in row.columns and any(len(side) - len(shared) > 1 for side in sides.values()):
+    prompt, answers = values.split_shared_prompt(sides, row.dialect)
+    if "first" in row.columns and any(len(side) - len(prompt) > 1 for side in sides.values()):
         raise UserError(TURNS_DIFFER, code="row-turns-differ", fix=TURNS_DIFFER_FIX)
-    answers = {
-        name: side.removeprefix(shared)
-        if isinstance(shared, str)
-        else values.text_or_turns(side, name, row.dialect)
-        for name, side in sides.items()
-    }
-    return values.exchange(shared, answers, row.tools)
+    return prompt, answers
 
 
 def _with_system(row: Columns, turns: Any) -> Any:
     """Unparsed chat turns after the text of the system column."""
     system = row.get("system")
-    if isinstance(turns, dict) and values.dialect_of(turns):
+    if values.dialect_of(turns):
         turns = [turns]
     if not system or not isinstance(turns, list):
         return turns
@@ -230,7 +223,7 @@ def _with_system(row: Columns, turns: Any) -> Any:
 
 def _split_conversation(
     row: Columns, *, to_learn: bool
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+) -> tuple[tuple[Message, ...], dict[str, TextOrTurns]]:
     """A conversation as its prompt and the assistant's last turn."""
     name, conversation = row.name("messages"), row.get("messages")
     if isinstance(conversation, list):
@@ -250,7 +243,7 @@ def _split_conversation(
             if turn["role"] == "assistant" and turn.get("weight") != 0
         )
         turns = turns[: max(learned, default=len(turns))]
-    return values.check_prompt(turns[:-1], name), turns[-1:]
+    return values.check_prompt(turns[:-1], name), {name: turns[-1:]}
 
 
 def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
@@ -427,14 +420,13 @@ def comparison_settings(columns: Mapping[str, str], column: str, cells: Sequence
     is_signed = any(number is not None and number < 0 for number in numbers) or (
         SIGNED.search(column.casefold()) is not None and None not in numbers
     )
+    are_thumbs = bool(cells) and all(values.thumb(cell) is not None for cell in cells)
+    if prompt is None or not (is_signed or are_thumbs):
+        return ""
+    values_of_first, name = "1 is", "pairwise_feedback"
     if is_signed:
         values_of_first, name = "numbers below 0 are", "helpsteer2_preference"
-    elif cells and all(values.thumb(cell) is not None for cell in cells):
-        values_of_first, name = "1 is", "pairwise_feedback"
-    else:
-        return ""
-    if prompt is None:
-        return ""
+    # the columns of both formats: the prompt, the two answers, and which one is better
     _, first, second, winner, *_ = FORMATS[name].parts
     answers = (columns["first"], columns["second"])
     ways = [

@@ -19,6 +19,8 @@ from typing import Any, cast
 from valence.errors import UserError
 from valence.types import Chat, Ids, Message
 
+TextOrTurns = str | tuple[Message, ...]
+"""A prompt or an answer."""
 UP = frozenset([
     "true", "yes", "1", "+1", "1.0", "chosen", "good", "desirable", "positive", "up", "like",
     "liked", "happy", "satisfied", "helpful", "useful", "correct", "upvote", "thumbsup", "thumbup",
@@ -350,11 +352,11 @@ def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
-    """The dialect whose role and content this turn has."""
-    return next(
-        (d for d in (OPENAI, SHAREGPT, COLOSSAL) if d.role in turn and d.content in turn), None
-    )
+def dialect_of(value: object) -> Dialect | None:
+    """The dialect whose role and content this turn has; None for anything else."""
+    names = value.keys() if isinstance(value, Mapping) else ()
+    dialects = (OPENAI, SHAREGPT, COLOSSAL)
+    return next((d for d in dialects if d.role in names and d.content in names), None)
 
 
 def is_parts(value: object) -> bool:
@@ -393,7 +395,7 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
     return "\n".join(texts)
 
 
-def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
+def prompt(value: object, name: str, dialect: Dialect) -> TextOrTurns:
     """A prompt as text, or as turns of which the last is to be answered."""
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
@@ -425,7 +427,7 @@ def check_prompt(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def text_or_turns(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
+def text_or_turns(value: object, name: str, dialect: Dialect) -> TextOrTurns:
     """Text, or the turns of a list. One turn may stand without its list."""
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
@@ -452,8 +454,8 @@ def text(value: object, name: str) -> str:
 
 
 def exchange(
-    prompt: str | tuple[Message, ...],
-    answers: Mapping[str, str | tuple[Message, ...]],
+    prompt: TextOrTurns,
+    answers: Mapping[str, TextOrTurns],
     offered: tuple[Mapping[str, Any], ...],
 ) -> tuple[str | Chat, tuple[str | Chat, ...]]:
     """A prompt with its answers (by the name of their column), as text if all of it is text, else
@@ -511,10 +513,9 @@ def first_rounds(conversation: object, num_rounds: int) -> object:
     return conversation[: users[num_rounds]] if len(users) > num_rounds else conversation
 
 
-def _is_by_user(turn: object) -> bool:
-    if not isinstance(turn, dict) or (dialect := dialect_of(turn)) is None:
-        return False
-    return dialect.roles.get(str(turn[dialect.role])) == "user"
+def _is_by_user(turn: Any) -> bool:
+    dialect = dialect_of(turn)
+    return dialect is not None and dialect.roles.get(str(turn[dialect.role])) == "user"
 
 
 def _check_not_empty(text: str, name: str) -> str:
@@ -599,30 +600,32 @@ def verdict(value: object, columns: Sequence[str], models: Sequence[object]) -> 
     return None
 
 
-def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | tuple[Message, ...]:
-    """The prompt that two whole conversations begin with.
+def split_shared_prompt(
+    sides: Mapping[str, object], dialect: Dialect
+) -> tuple[TextOrTurns, Mapping[str, TextOrTurns]]:
+    """The prompt that two whole conversations (by column) begin with, and their answers.
 
     Text is split before its last ``Assistant:`` answer.
     """
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        shared, other = (BEFORE_ANSWER.match(text) for text in (chosen, rejected))
-        if not shared or not other or shared[0] != other[0]:
-            raise UserError(
-                "the row has no prompt, and chosen and rejected do not begin with the same text "
-                "up to their last Assistant: turn",
-                code="row-prompt-not-shared",
-                fix="add a column `prompt`",
-            )
-        return shared[0]
-    first, second = turns(chosen, "chosen", dialect), turns(rejected, "rejected", dialect)
-    num_shared = _num_shared(first, second)
-    if not num_shared:
+    texts = {name: side for name, side in sides.items() if isinstance(side, str)}
+    if len(texts) == len(sides):
+        beginning, fix = "text up to their last Assistant: turn", "add a column `prompt`"
+        first, second = map(BEFORE_ANSWER.match, texts.values())
+        shared = first[0] if first and second and first[0] == second[0] else ""
+        answers = {name: text.removeprefix(shared) for name, text in texts.items()}
+    else:
+        beginning, fix = "user turn", "add a column `prompt`, or begin both with the same turns"
+        answers = {name: turns(side, name, dialect) for name, side in sides.items()}
+        first, second = answers.values()
+        shared = first[: _num_shared(first, second)]
+    if not shared:
         raise UserError(
-            "the row has no prompt, and chosen and rejected do not begin with the same user turn",
+            "the row has no prompt, and chosen and rejected do not begin with the same "
+            f"{beginning}",
             code="row-prompt-not-shared",
-            fix="add a column `prompt`, or begin both with the same turns",
+            fix=fix,
         )
-    return first[:num_shared]
+    return shared, answers
 
 
 def wrong_type(
