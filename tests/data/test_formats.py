@@ -737,6 +737,10 @@ def test_messages_of_a_fault_use_the_names_of_the_file():
         read_example("judgement", row, HERE, {"completion": "answer"})
     assert "answer" in raised.error.message
     assert "completion" not in raised.error.message
+    row = {"conversation_a": [ASK, HI], "conversation_b": "Hi!", "winner": "model_a"}
+    with raises_error("row-value-type") as raised:
+        read_example("arena", row, HERE)
+    assert raised.error.message.startswith("conversation_b is 'Hi!'")
 
 
 def test_keys_of_columns_that_the_format_does_not_have_are_errors():

@@ -36,7 +36,7 @@ CONTENT_OR_TEXT = CONTENT | {"text"}
 RATING = "rating"
 OTHER_RATINGS = ("label", "score", "scores")
 """A rating is not read in a file that has one of these columns."""
-SIDES = ("second", "score_first", "score_second", "lead", "strength")
+SIDES = ("score_first", "score_second", "lead", "strength")
 """Parts of two compared answers whose names have the same marks as that of the first answer."""
 SIZES = {"completions": 2, "scores": 2, "ranks": 2, "history": 0, "messages": 1}
 """Parts that are lists, with their smallest length."""
@@ -58,8 +58,8 @@ MAX_COLUMNS = 20
 
 
 Match = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
-NONE: Match = ("", (), ())
 """A format, the keys for it, and the columns that it does not read, though they may matter."""
+NO_MATCH: Match = ("", (), ())
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
@@ -94,20 +94,21 @@ def resolve(
     is_partial |= gives == {"demonstration"} and kind not in (None, "demonstration", "prompt")
     if not fitting or is_partial:
         matches = Counter(_match_other_names(row, keys, kind) for row in rows)
-        name, names, ignored = max(matches, key=lambda match: matches[match], default=None) or NONE
+        name, names, ignored = max(matches, key=lambda match: matches[match], default=NO_MATCH)
         is_sure = name and not ignored
         if is_sure and (not fitting or kind or FORMATS[name].gives != "demonstration"):
             _check_verdicts(rows, name, dict(names))
             return name, dict(names)
         is_rated = is_partial and not {"label", "score"}.isdisjoint(suggested_keys(rows, keys))
         if not fitting or is_rated or (kind and gives == {"prompt"} and _compared_fix(rows, keys)):
-            raise _unknown(rows, keys, dict(names), ignored, kind)
+            raise _unknown(rows, keys, kind, dict(names), ignored)
     if len(fitting) == 1:
         row = next(row for row in rows if candidates_of(row, keys, kind, filled) == fitting)
         names = _other_names(FORMATS[fitting[0]], row, keys)
         if FORMATS[fitting[0]].gives == "preference" and "prompt" in names.keys() - keys.keys():
             with suppress(UserError):  # the prompt is in the answers: the column may differ from it
-                values.shared_prompt(row.get("chosen"), row.get("rejected"), values.OPENAI)
+                answers = {side: row.get(side) for side in ("chosen", "rejected")}
+                values.split_shared_prompt(answers, values.OPENAI)
                 del names["prompt"]
         _check_verdicts(rows, fitting[0], names)
         return fitting[0], names
@@ -132,16 +133,17 @@ def _check_verdicts(rows: Sequence[Mapping[str, Any]], name: str, keys: Mapping[
     """
     parts = {part: keys.get(column, column) for column, part in FORMATS[name].parts.items()}
     column = parts.get("winner")
-    cells = [lookup(row, column) for row in rows] if column else []
+    if column is None:
+        return
+    cells = (lookup(row, column) for row in rows)
     numbers = [cell for cell in cells if values.as_number(cell) is not None]
     if column in ("label", "preference") and numbers and 2 not in map(values.as_number, numbers):
         raise winner_error(parts, numbers)
-    for number in numbers:
-        try:
-            values.verdict(number, (parts["first"], parts["second"]), (None, None))
-        except KeyError:
-            below_zero = [n for n in numbers if (values.as_number(n) or 0) < 0]
-            raise winner_error(parts, below_zero or [number]) from None
+    sides = (parts["first"], parts["second"])
+    unknown = [n for n in numbers if values.verdict(n, sides, (None, None)) is None]
+    if unknown:
+        below_zero = [n for n in numbers if (values.as_number(n) or 0) < 0]
+        raise winner_error(parts, below_zero or unknown[:1])
 
 
 def _names_of(
@@ -174,8 +176,8 @@ def candidates_of(
     names = _names_of(row, keys, filled)
     cells = [lookup(row, keys.get(name, name)) for name in sorted(CONTENT_OR_TEXT & names)]
     firsts = [cell[0] if isinstance(cell, list) and cell else cell for cell in cells]
-    dialects = [values.dialect_of(turn) for turn in firsts if isinstance(turn, dict)]
-    is_colossal = next(filter(None, dialects), None) is values.COLOSSAL
+    dialects = filter(None, map(values.dialect_of, firsts))
+    is_colossal = next(dialects, None) is values.COLOSSAL
     fits = {
         name: f
         for name, f in FORMATS.items()
@@ -184,7 +186,7 @@ def candidates_of(
         and _accepts(f, row, keys, kind)
         # OpenAI's and ShareGPT's turns are distinguished one by one
         and (f.dialect is values.COLOSSAL) is is_colossal
-        and ((f.gives != "prompt" and not f.only) or names & CONTENT <= f.column_set)
+        and ((f.gives != "prompt" and not f.only) or names & CONTENT <= f.columns.keys())
     }
     return tuple(name for name, f in fits.items() if not any(_covers(g, f) for g in fits.values()))
 
@@ -193,7 +195,7 @@ def _covers(f: Format, other: Format) -> bool:
     """Whether a format reads more columns of a row than another format that also fits it."""
     if f.required == other.required:
         return f.only is not None and other.only is None
-    return other.required <= f.column_set and not f.required <= other.column_set
+    return other.required <= f.columns.keys() and not f.required <= other.columns.keys()
 
 
 def _accepts(f: Format, row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None) -> bool:
@@ -205,9 +207,7 @@ def _accepts(f: Format, row: Mapping[str, Any], keys: Mapping[str, str], kind: K
     return not f.test or f.test({**row, **{key: lookup(row, name) for key, name in keys.items()}})
 
 
-def _match_other_names(
-    row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None
-) -> Match | None:
+def _match_other_names(row: Mapping[str, Any], keys: Mapping[str, str], kind: Kind | None) -> Match:
     """The format that reads most columns of a row by their other names, the keys for it, and
     columns that may change what the row means, but are not read.
     """
@@ -226,7 +226,7 @@ def _match_other_names(
         read = {column for column, value in row.items() if column in columns and value is not None}
         left = [c for c in sorted(row.keys() - columns) if _matters(f, c, row[c])]
         matches.setdefault(len(read), (name, tuple(names.items()), tuple(left)))
-    return matches[max(matches)] if matches else None
+    return matches[max(matches)] if matches else NO_MATCH
 
 
 def _other_names(f: Format, row: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, str]:
@@ -259,7 +259,7 @@ def _can_be(part: str, value: object) -> bool:
     if part in SIZES:
         return isinstance(value, list) and len(value) >= SIZES[part]
     if part in TEXTS:
-        is_turn = isinstance(value, dict) and values.dialect_of(value) is not None
+        is_turn = values.dialect_of(value) is not None
         return is_turn or (isinstance(value, str | list) and bool(value))
     if part == "score":
         return values.as_number(value) is not None
@@ -282,40 +282,42 @@ def _matters(f: Format, column: str, value: object) -> bool:
 def _unknown(
     rows: Sequence[Mapping[str, Any]],
     keys: Mapping[str, str],
-    certain: Mapping[str, str] | None = None,
-    left: Sequence[str] = (),
-    kind: Kind | None = None,
+    kind: Kind | None,
+    certain: Mapping[str, str],
+    ignored: Sequence[str],
 ) -> UserError:
-    """certain: keys that read the rows but for the columns in left."""
+    """The error for rows that no format fits. certain: keys that read all of them but for the
+    columns in ignored.
+    """
     columns = sorted({name for row in rows for name, value in row.items() if value is not None})
     if any("text" in row and not is_not_one_message(row) for row in rows):
         return _single_messages(columns)
     names = frozenset().union(*(_names_of(row, keys) for row in rows))
-    near = [name for name, f in FORMATS.items() if f.required & names and not f.loose]
-    near.sort(key=lambda name: len(FORMATS[name].required - names))
-    lacking = {name: ", ".join(sorted(FORMATS[name].required - names)) for name in near[:3]}
+    lacking = {
+        name: ", ".join(sorted(f.required - names))
+        for name, f in FORMATS.items()
+        if f.required & names and not f.loose
+    }
+    near = sorted(lacking, key=lambda name: len(FORMATS[name].required - names))
     nearest_formats = "; ".join(
-        f"{name}, which also needs {others}"
-        if others
+        f"{name}, which also needs {lacking[name]}"
+        if lacking[name]
         else f"{name} (to use it, set format: {name}; its other columns or chat turns differ)"
-        for name, others in lacking.items()
+        for name in near[:3]
     )
-    suggested = suggested_keys(rows, keys) or certain or {}
+    suggested = suggested_keys(rows, keys)
+    details = "" if suggested else f", which ignores {', '.join(ignored)}"
+    suggested = suggested or certain
     flags = [name for name in columns if all(isinstance(row.get(name), bool) for row in rows)]
     if suggested and len(flags) == 1 and not {"label", "score"} & {*columns, *suggested}:
-        suggested = {**suggested, "label": flags[0]}
-    mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
-    scores = [*map(values.as_number, _filled(rows, suggested.get("score", "")))]
-    scores = [score for score in scores if score is not None]
-    did_you_mean_keys = f"did you mean keys: {{{mapping}}}" if suggested else ""
-    if suggested is certain:
-        did_you_mean_keys += f", which ignores {', '.join(left)}"
+        suggested, details = {**suggested, "label": flags[0]}, ""
+    numbers = map(values.as_number, _filled(rows, suggested.get("score", "")))
+    scores = [number for number in numbers if number is not None]
     if scores and kind == "judgement" and "label" not in suggested:
-        did_you_mean_keys += (
-            f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
-        )
+        details += f" with data.convert: scores_to_judgements and {threshold_setting(scores)}"
+    mapping = ", ".join(f"{part}: {column}" for part, column in suggested.items())
     fix = _compared_fix(rows, keys) or (
-        (f"{did_you_mean_keys}? otherwise " if suggested else "")
+        (f"did you mean keys: {{{mapping}}}{details}? otherwise " if suggested else "")
         + ("" if columns else "write values into columns such as prompt and completion, or ")
         + "map your columns next to the path: {path: FILE, keys: {prompt: COLUMN, "
         "completion: COLUMN, label: COLUMN}}"
@@ -394,11 +396,11 @@ def suggested_keys(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -
     suggested = dict(keys)
     for part, others in OTHER_NAMES.items():
         free = [name for name in columns if name not in suggested.values()]
-        column = None if part in columns else _column_called(free, part, others.split())
-        key: str = part
-        if column is not None and part == "label":
-            key = _rating_part(column, _filled(rows, column))
-        if column is not None and key and key not in columns:
+        column = _column_called(free, part, others.split())
+        if part in columns or column is None:
+            continue
+        key = _rating_part(column, _filled(rows, column)) if part == "label" else part
+        if key and key not in columns:
             suggested.setdefault(key, column)
     fitting = (candidates_of(row, suggested) for row in rows)
     return suggested if any(len(names) == 1 for names in fitting) else {}
@@ -468,8 +470,8 @@ def is_rated(row: Mapping[str, Any], keys: Mapping[str, str]) -> bool:
     if row.get(RATING) is None or is_mapped or any(row.get(p) is not None for p in OTHER_RATINGS):
         return False
     as_label = {**keys, "label": RATING}
-    names = candidates_of(row, as_label) or (_match_other_names(row, as_label, None) or NONE)[:1]
-    return len(names) == 1 and names != NONE[:1] and "label" in FORMATS[names[0]].required
+    names = candidates_of(row, as_label) or _match_other_names(row, as_label, None)[:1]
+    return len(names) == 1 and names[0] in FORMATS and "label" in FORMATS[names[0]].required
 
 
 def rating_part(ratings: Iterable[object], path: str) -> Literal["label", "score"]:

@@ -49,34 +49,26 @@ class Format:
     loose: bool = False
 
     @cached_property
-    def required(self) -> frozenset[str]:
-        return frozenset(_names(token)[0] for token in self.need.split())
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        common = (name for name in ("weight", "info") if name not in self.parts.values())
-        return (*self.parts, *common)
-
-    @cached_property
-    def column_set(self) -> frozenset[str]:
-        return frozenset(self.columns)
+    def others(self) -> dict[str, tuple[str, ...]]:
+        """Column -> its other names."""
+        names = (token.partition("=")[0].split("|") for token in f"{self.need} {self.may}".split())
+        return {column: tuple(others) for column, *others in names}
 
     @cached_property
     def parts(self) -> dict[str, str]:
         """Column -> the part that it holds."""
-        tokens = (token.partition("=") for token in f"{self.need} {self.may}".split())
-        return {_names(names)[0]: part or _names(names)[0] for names, _, part in tokens}
+        parts = (token.partition("=")[2] for token in f"{self.need} {self.may}".split())
+        return {column: part or column for column, part in zip(self.others, parts, strict=True)}
 
     @cached_property
-    def others(self) -> dict[str, tuple[str, ...]]:
-        """Column -> its other names."""
-        tokens = (_names(token) for token in f"{self.need} {self.may}".split())
-        return {names[0]: names[1:] for names in tokens}
+    def columns(self) -> dict[str, str]:
+        """``parts``, with the columns that any row may have."""
+        common = {name: name for name in ("weight", "info") if name not in self.parts.values()}
+        return {**self.parts, **common}
 
-
-def _names(token: str) -> tuple[str, ...]:
-    """The names of a column."""
-    return tuple(token.partition("=")[0].split("|"))
+    @cached_property
+    def required(self) -> frozenset[str]:
+        return frozenset([*self.others][: len(self.need.split())])
 
 
 def _ends_with_a_question(row: Mapping[str, Any]) -> bool:
@@ -93,7 +85,7 @@ def _has_graded_answers(row: Mapping[str, Any]) -> bool:
 
 def _has_no_other_text(row: Mapping[str, Any]) -> bool:
     """Whether no other column holds text of several words, turns or objects."""
-    read = ("text", *_names(ANSWER))
+    read = ("text", *ANSWER.split("|"))
     others = [v for name, v in row.items() if name not in read and not is_unimportant(name)]
     return is_not_one_message(row) and not any(
         isinstance(v, list | dict) or len(str(v or "").split()) > 1 for v in others
@@ -132,16 +124,19 @@ CHOSEN = "chosen|chosen_response|response_j|preferred|accepted"
 REJECTED = "rejected|rejected_response|response_k|dispreferred"
 ANSWERS = "completions|responses|generations|outputs|candidates"
 SCORES = "scores|rating|ratings ranks|rank"
-STEMS = ("response", "answer", "output", "completion", "generation")
 MARKS = (("_a", "_b"), ("_0", "_1"), ("_1", "_2"), ("_A", "_B"), ("1", "2"), ("A", "B"))
-FIRST, SECOND = (
-    "|".join(f"{stem}{marks[side]}" for stem in STEMS for marks in MARKS) for side in (0, 1)
-)
-NUMBERS, FLAGS = ("score", "rating", "reward"), ("winner_model", "winner")
-(SCORE_FIRST, SCORE_SECOND), (FLAG_FIRST, FLAG_SECOND) = (
-    ["|".join(f"{stem}{marks[side]}" for stem in stems for marks in MARKS) for side in (0, 1)]
-    for stems in (NUMBERS, FLAGS)
-)
+NUMBERS = ("score", "rating", "reward")
+
+
+def _of_two(*stems: str) -> list[str]:
+    """The names of columns of the first of two answers, and of the second."""
+    return ["|".join(stem + marks[i] for stem in stems for marks in MARKS) for i in (0, 1)]
+
+
+FIRST, SECOND = _of_two("response", "answer", "output", "completion", "generation")
+SCORE_FIRST, SCORE_SECOND = _of_two(*NUMBERS)
+FLAG_FIRST, FLAG_SECOND = _of_two("winner_model", "winner")
+TWO_ANSWERS = f"{PROMPT} {FIRST}=first {SECOND}=second"
 SCORES_OF_TWO = f"{SCORE_FIRST}=score_first {SCORE_SECOND}=score_second"
 FIRST_MINUS_SECOND, SECOND_MINUS_FIRST = (
     "|".join(
@@ -161,12 +156,11 @@ EDITED = "edited|edited_response=chosen original|original_response=rejected"
 FEEDBACK = "feedback|comment|critique|follow_up|demonstration"
 MORE = "system|system_prompt tools"
 ALPACA = "input system history"
-ONE, TWO = (
-    "prompt=prompt_text completion=completion_text",
-    ("prompt=prompt_text chosen=chosen_text rejected=rejected_text"),
-)
 IDS = "prompt_ids=prompt completion_ids=completion"
-GENERATED = f"logps sampled {ONE} rendered tools info stop version index parts"
+GENERATED = (
+    "logps sampled prompt=prompt_text completion=completion_text rendered tools info stop version "
+    "index parts"
+)
 """Columns that `valence sample` and `valence score` write in addition to the tokens. Of text and
 tokens, the tokens are used if the row has the digest of the model's vocabulary, else the text.
 """
@@ -192,7 +186,7 @@ FORMATS: dict[str, Format] = {
     "scored_ids": Format("judgement", f"{IDS} score", f"error {GENERATED}"),
     "preference_ids": Format(
         "preference", "prompt_ids=prompt chosen_ids=chosen rejected_ids=rejected",
-        f"margin soft {TWO} tools sampled"),
+        "margin soft prompt=prompt_text chosen=chosen_text rejected=rejected_text tools sampled"),
     "demonstration_ids": Format("demonstration", IDS, GENERATED),
     # HALOs: the output of its labelling script
     "binary_feedback": Format("judgement", "prompt output=completion label", "reward=score type"),
@@ -245,8 +239,8 @@ SHAPES: dict[str, Format] = {
     "arena": Format(
         "preference", "conversation_a=first conversation_b=second winner", "model_a model_b turn"),
     "arena_flags": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FLAG_FIRST}=score_first "
-        f"{FLAG_SECOND}=score_second", f"winner_tie|tie=score_tie model_a model_b {MORE}"),
+        "preference", f"{TWO_ANSWERS} {FLAG_FIRST}=score_first {FLAG_SECOND}=score_second",
+        f"winner_tie|tie=score_tie model_a model_b {MORE}"),
     "summary_comparison": Format(
         "preference",
         "info.post=prompt summaries.0.text=first summaries.1.text=second choice=winner"),
@@ -260,17 +254,16 @@ SHAPES: dict[str, Format] = {
         "preference", "orig_instruction=prompt orig_response_A=first orig_response_B=second "
         "orig_preference=winner"),
     "comparison": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {WINNER}",
-        f"{SCORES_OF_TWO} model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {WINNER}", f"{SCORES_OF_TWO} model_a model_b {MORE}",
+        loose=True),
     "comparison_scores": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SCORES_OF_TWO}",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {SCORES_OF_TWO}", f"model_a model_b {MORE}", loose=True),
     "comparison_lead": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {FIRST_MINUS_SECOND}=lead",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {FIRST_MINUS_SECOND}=lead", f"model_a model_b {MORE}",
+        loose=True),
     "comparison_strength": Format(
-        "preference", f"{PROMPT} {FIRST}=first {SECOND}=second {SECOND_MINUS_FIRST}=strength",
-        f"model_a model_b {MORE}", loose=True),
+        "preference", f"{TWO_ANSWERS} {SECOND_MINUS_FIRST}=strength", f"model_a model_b {MORE}",
+        loose=True),
     # A chosen answer, a rejected one, and a conversation
     "ultrafeedback_binarized": Format(
         "preference", "prompt chosen rejected messages score_chosen score_rejected"),

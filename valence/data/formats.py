@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from valence.data import values
 from valence.data.format_table import FORMATS, begins_a_tree
-from valence.data.values import OPENAI, Dialect
+from valence.data.values import Dialect, TextOrTurns
 from valence.errors import UserError
 from valence.types import (
     Chat,
@@ -71,6 +71,11 @@ class Columns:
         value = self.get(part)
         return default if value is None else parser(value, self.name(part))
 
+    def answers(self, parts: Sequence[str]) -> dict[str, TextOrTurns]:
+        """Text or turns in these parts, by the name of their column."""
+        cells = {self.name(part): self.get(part) for part in parts}
+        return {name: values.text_or_turns(c, name, self.dialect) for name, c in cells.items()}
+
     @property
     def common(self) -> dict[str, Any]:
         """The fields that every Example has."""
@@ -114,34 +119,30 @@ def _read_contents(
     if "prompt_text" in row.columns:
         return _read_ids(row, *parts)
     if "text" in row.columns:
-        return _read_text(row)
-    if "first" in row.columns and (conversations := _read_text_lists(row, *parts)):
-        return _split_shared_prompt(row, conversations)
-    prompt: str | tuple[Message, ...] | None = None
-    answers: dict[str, str | tuple[Message, ...]] = {}
-    if "messages" in row.columns:
-        prompt, answers[row.name("messages")] = _split_conversation(row, to_learn=to_learn)
-        parts = parts[1:]
-    elif "prompt" in row.columns or "instruction" in row.columns:
-        is_shared = "prompt" in row.columns and row.get("prompt") is None
-        prompt = None if is_shared else _parse_prompt(row)
+        prompt, answers = _split_text(row)
+    elif "messages" in row.columns:
+        prompt, answers = _split_conversation(row, to_learn=to_learn)
+        answers |= row.answers(parts[1:])
+    elif "first" in row.columns and (conversations := _read_text_lists(row, *parts)):
+        prompt, answers = _split_shared_prompt(row, conversations)
+    elif row.get("prompt") is not None or "instruction" in row.columns:
+        prompt, answers = _parse_prompt(row), row.answers(parts)
     elif len(parts) == 1:
-        prompt = ""
-    if prompt is None:
-        return _split_shared_prompt(row, {row.name(part): row.get(part) for part in parts})
-    for part in parts:
-        answers[row.name(part)] = values.answer(row.get(part), row.name(part), row.dialect)
+        prompt, answers = "", row.answers(parts)
+    else:
+        conversations = {row.name(part): row.get(part) for part in parts}
+        prompt, answers = _split_shared_prompt(row, conversations)
     return values.exchange(prompt, answers, row.tools)
 
 
-def _read_text(row: Columns) -> tuple[Content, Sequence[Content]]:
-    """A text without a prompt, or the conversation that it is a transcript of."""
+def _split_text(row: Columns) -> tuple[str, dict[str, TextOrTurns]]:
+    """A text without a prompt, or a transcript as its prompt and its last answer."""
     name, text = row.name("text"), values.text(row.get("text"), row.name("text"))
     _, answer = values.transcript(text)
-    return values.exchange(text[:answer], {name: text[answer:]}, ())
+    return text[:answer], {name: text[answer:]}
 
 
-def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
+def _parse_prompt(row: Columns) -> TextOrTurns:
     """The prompt: text, or turns after the system prompt and earlier rounds. An instruction is
     always a turn, with its input on the next line.
     """
@@ -152,8 +153,7 @@ def _parse_prompt(row: Columns) -> str | tuple[Message, ...]:
         texts = [values.text(prompt, name)]
         if more := row.get("input"):
             texts.append(values.text(more, row.name("input")))
-        turns = _with_system(row, [*rounds, {"role": "user", "content": "\n".join(texts)}])
-        return values.check_prompt(values.turns(turns, name, OPENAI), name)
+        prompt = [*rounds, {"role": "user", "content": "\n".join(texts)}]
     return values.prompt(_with_system(row, prompt), name, row.dialect)
 
 
@@ -176,45 +176,35 @@ def _read_text_lists(row: Columns, *parts: str) -> dict[str, object]:
     """Two conversations by column, of a row with lists of what the user and both sides wrote; empty
     for other rows.
     """
-    questions = values.texts(row.get("prompt"))
-    if not questions:
-        return {}
-    answers = {row.name(part): values.texts(row.get(part)) for part in parts}
-    if any(len(side or ()) != len(questions) for side in answers.values()):
+    questions, *answers = (values.texts(row.get(part)) for part in ("prompt", *parts))
+    if not questions or any(len(side) != len(questions) for side in answers):
         return {}
     return {
-        name: values.as_turns([*chain(*zip(questions, side or (), strict=True))])
-        for name, side in answers.items()
+        row.name(part): values.as_turns([*chain(*zip(questions, side, strict=True))])
+        for part, side in zip(parts, answers, strict=True)
     }
 
 
 def _split_shared_prompt(
     row: Columns, sides: Mapping[str, Any]
-) -> tuple[Content, tuple[Content, ...]]:
-    """The prompt that both sides of a pair begin with, and the rest of both.
+) -> tuple[TextOrTurns, Mapping[str, TextOrTurns]]:
+    """The prompt that both sides of a pair begin with, and the answers.
 
     sides: the conversations by column.
     """
     num_rounds = values.as_number(row.get("turn"))
     if num_rounds:  # the answers of this round are compared
         sides = {name: values.first_rounds(side, int(num_rounds)) for name, side in sides.items()}
-    chosen, rejected = sides.values()
-    shared = values.shared_prompt(chosen, rejected, row.dialect)
-    if "first" in row.columns and any(len(side) - len(shared) > 1 for side in sides.values()):
+    prompt, answers = values.split_shared_prompt(sides, row.dialect)
+    if "first" in row.columns and any(len(side) - len(prompt) > 1 for side in sides.values()):
         raise UserError(TURNS_DIFFER, code="row-turns-differ", fix=TURNS_DIFFER_FIX)
-    answers = {
-        name: side.removeprefix(shared)
-        if isinstance(shared, str)
-        else values.answer(side, name, row.dialect)
-        for name, side in sides.items()
-    }
-    return values.exchange(shared, answers, row.tools)
+    return prompt, answers
 
 
 def _with_system(row: Columns, turns: Any) -> Any:
     """Unparsed chat turns after the text of the system column."""
     system = row.get("system")
-    if isinstance(turns, dict) and values.dialect_of(turns):
+    if values.dialect_of(turns):
         turns = [turns]
     if not system or not isinstance(turns, list):
         return turns
@@ -233,7 +223,7 @@ def _with_system(row: Columns, turns: Any) -> Any:
 
 def _split_conversation(
     row: Columns, *, to_learn: bool
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+) -> tuple[tuple[Message, ...], dict[str, TextOrTurns]]:
     """A conversation as its prompt and the assistant's last turn."""
     name, conversation = row.name("messages"), row.get("messages")
     if isinstance(conversation, list):
@@ -253,7 +243,7 @@ def _split_conversation(
             if turn["role"] == "assistant" and turn.get("weight") != 0
         )
         turns = turns[: max(learned, default=len(turns))]
-    return values.check_prompt(turns[:-1], name), turns[-1:]
+    return values.check_prompt(turns[:-1], name), {name: turns[-1:]}
 
 
 def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
@@ -297,19 +287,14 @@ def _read_texts(
     as_text = replace(row, columns={**row.columns, **texts})
     nothing = [None] * len(parts)
     try:
-        prompt = _parse_prompt(as_text) if as_text.get("prompt") is not None else None
+        prompt = _parse_prompt(as_text)
     except UserError:
-        prompt = None
-    if prompt is None:
         return None, nothing
     text = prompt if isinstance(prompt, str) else Chat(prompt, row.tools)
+    if row.get("stop") == "length":
+        return text, nothing
     try:
-        answers = {
-            as_text.name(part): values.answer(as_text.get(part), as_text.name(part), row.dialect)
-            for part in parts
-        }
-        is_cut = row.get("stop") == "length"
-        return (text, nothing) if is_cut else values.exchange(prompt, answers, row.tools)
+        return values.exchange(prompt, as_text.answers(parts), row.tools)
     except UserError:
         return text, nothing
 
@@ -319,8 +304,11 @@ def _read_texts(
 
 def _read_judgement(row: Columns) -> Judgement:
     prompt, (completion,) = _read_contents(row, "completion")
-    columns = {part.removeprefix("scores."): part for part in row.columns if "scores." in part}
-    scores = {name: row.parse(part, values.number, None) for name, part in columns.items()}
+    scores = {
+        part.removeprefix("scores."): row.parse(part, values.number, None)
+        for part in row.columns
+        if part.startswith("scores.")
+    }
     return Judgement(
         prompt=prompt,
         completion=completion,
@@ -381,34 +369,30 @@ def _read_winner(row: Columns) -> int:
                 fix="remove the row",
             )
         return 0 if values.label(row.get("label"), row.name("label")) else 1
+    # below 0 for the first answer
     if "winner" in row.columns:
-        side = _read_verdict(row)
+        names = (row.name("first"), row.name("second"))
+        models = [row.value.get(f"model_{side}") for side in "ab"]
+        difference = values.verdict(row.get("winner"), names, models)
+        if difference is None:
+            raise winner_error(row.columns, [row.get("winner")])
     else:
-        # a strength below 0 is for the first answer
         first, second, tie, lead, strength = (
             row.parse(part, _number_or_flag, 0.0)
             for part in ("score_first", "score_second", "score_tie", "lead", "strength")
         )
         difference = second - first - lead + strength
-        is_tied = difference == 0 or (tie > 0 and tie >= max(first, second))
-        side = None if is_tied else int(difference > 0)
-    if side is None:
+        if tie > 0 and tie >= max(first, second):
+            difference = 0
+    if difference == 0:
         raise UserError(
             "neither of its answers is preferred", code="row-tied", fix="remove the row"
         )
-    return side
+    return int(difference > 0)
 
 
 def _number_or_flag(value: object, name: str) -> float:
     return float(value) if isinstance(value, bool) else values.number(value, name)
-
-
-def _read_verdict(row: Columns) -> int | None:
-    models = [row.value.get(f"model_{side}") for side in "ab"]
-    try:
-        return values.verdict(row.get("winner"), (row.name("first"), row.name("second")), models)
-    except KeyError:
-        raise winner_error(row.columns, [row.get("winner")]) from None
 
 
 def winner_error(columns: Mapping[str, str], cells: Sequence[object]) -> UserError:
@@ -436,21 +420,19 @@ def comparison_settings(columns: Mapping[str, str], column: str, cells: Sequence
     is_signed = any(number is not None and number < 0 for number in numbers) or (
         SIGNED.search(column.casefold()) is not None and None not in numbers
     )
+    are_thumbs = bool(cells) and all(values.thumb(cell) is not None for cell in cells)
+    if prompt is None or not (is_signed or are_thumbs):
+        return ""
+    values_of_first, name = "1 is", "pairwise_feedback"
     if is_signed:
         values_of_first, name = "numbers below 0 are", "helpsteer2_preference"
-        keys = ("response_1", "response_2", "preference_strength")
-    elif cells and all(values.thumb(cell) is not None for cell in cells):
-        values_of_first, name = "1 is", "pairwise_feedback"
-        keys = ("output_A", "output_B", "label")
-    else:
-        return ""
-    if prompt is None:
-        return ""
+    # the columns of both formats: the prompt, the two answers, and which one is better
+    _, first, second, winner, *_ = FORMATS[name].parts
     answers = (columns["first"], columns["second"])
     ways = [
-        f"if {values_of_first} for {side[0]}, keys: {{{keys[0]}: {side[0]}, {keys[1]}: {side[1]}, "
-        f"{keys[2]}: {column}, prompt: {prompt}}}"
-        for side in (answers, answers[::-1])
+        f"if {values_of_first} for {better}, keys: {{{first}: {better}, {second}: {other}, "
+        f"{winner}: {column}, prompt: {prompt}}}"
+        for better, other in (answers, answers[::-1])
     ]
     return f"set on this file format: {name} and, {'; '.join(ways)}"
 
@@ -468,7 +450,7 @@ def _read_ranking(row: Columns) -> Ranking:
         raise values.wrong_type(items, name, "a list of two or more answers", fix)
     graded = [values.graded(item) for item in items]
     answers = {
-        f"answer {n} of {name}": values.answer(item.get("text"), name, row.dialect)
+        f"answer {n} of {name}": values.text_or_turns(item.get("text"), name, row.dialect)
         for n, item in enumerate(graded, 1)
     }
     prompt, completions = values.exchange(_parse_prompt(row), answers, row.tools)
@@ -552,45 +534,52 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
             + ", ".join(f.columns),
         )
     return {
-        f.parts.get(column, column): keys.get(column, column)
-        for column in f.columns
+        part: keys.get(column, column)
+        for column, part in f.columns.items()
         if column in f.required or column in keys or column not in keys.values()
     }
 
 
-def _has_feedback(value: Mapping[str, Any]) -> bool:
-    """Whether a row has text about its answer, for a method that reads no label."""
-    feedback = value.get("feedback")
-    return isinstance(feedback, str) and bool(feedback.strip())
-
-
 def _is_missing(row: Columns, part: str) -> bool:
     """Whether a row does not have a part, such as a rating of blanks alone."""
+    if part == "score" and has_failed(row.value, row.columns):
+        return False
     value = row.get(part)
     return value is None or (part in RATINGS and isinstance(value, str) and not value.strip())
 
 
-def _missing_columns(
-    name: str, value: Mapping[str, Any], missing: Mapping[str, str], *, is_rating: bool
-) -> UserError:
-    """The error for a row without columns that its format needs.
-
-    missing: the format's name of each column -> its name in the file. is_rating: only the rating
-    is missing.
-    """
-    absent = [column for column, there in missing.items() if there not in value]
+def _check_columns(row: Columns, name: str) -> None:
+    """Raise UserError if a row does not have all columns that its format needs."""
+    f = FORMATS[name]
+    missing = {
+        column: part
+        for column, part in f.parts.items()
+        if column in f.required and _is_missing(row, part)
+    }
+    if not missing:
+        return
+    feedback = row.value.get("feedback")  # text for a method that reads no label
+    has_feedback = isinstance(feedback, str) and bool(feedback.strip())
+    if "feedback" in missing or ("label" in missing and has_feedback):
+        part = "feedback" if "feedback" in missing else "label"
+        raise UserError(f"the row has no {part}", code=UNRATED, fix=f"add {part}")
+    columns = [row.name(part) for part in missing.values()]
+    absent = [column for column, part in missing.items() if row.name(part) not in row.value]
     keys = ", ".join(f"{column}: COLUMN" for column in absent)
     pronoun = "it" if len(absent) == 1 else "them"
     renamed = f"; if the file has {pronoun} under another name, set keys: {{{keys}}} on this file"
-    columns, renamed = " and ".join(missing.values()), renamed if absent else ""
-    message = f"the row has no {' and no '.join(missing.values())}, which the format {name} needs"
-    if is_rating:
-        message = f"the row has no rating: {columns} is {'missing' if absent else 'empty'}"
-    fix = f"add {columns}, or put rows of another format into a separate file"
-    return UserError(
-        message,
-        code="row-rating-missing" if is_rating else "row-column-missing",
-        fix=f"{'rate the answer, or remove the row' if is_rating else fix}{renamed}",
+    renamed = renamed if absent else ""
+    if set(RATINGS).issuperset(missing.values()):
+        raise UserError(
+            f"the row has no rating: {' and '.join(columns)} is {'missing' if absent else 'empty'}",
+            code="row-rating-missing",
+            fix=f"rate the answer, or remove the row{renamed}",
+        )
+    raise UserError(
+        f"the row has no {' and no '.join(columns)}, which the format {name} needs",
+        code="row-column-missing",
+        fix=f"add {' and '.join(columns)}, or put rows of another format into a separate file"
+        f"{renamed}",
     )
 
 
@@ -603,23 +592,7 @@ def read_example(
     """
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
-    missing = {
-        column: part
-        for column, part in f.parts.items()
-        if column in f.required
-        and _is_missing(row, part)
-        and not (part == "score" and has_failed(value, columns))
-    }
-    if "feedback" in missing or ("label" in missing and _has_feedback(value)):
-        part = "feedback" if "feedback" in missing else "label"
-        raise UserError(f"the row has no {part}", code=UNRATED, fix=f"add {part}")
-    if missing:
-        raise _missing_columns(
-            name,
-            value,
-            {column: columns[part] for column, part in missing.items()},
-            is_rating=set(RATINGS).issuperset(missing.values()),
-        )
+    _check_columns(row, name)
     kind = value.get("type")
     if "type" in f.columns and kind is not None and kind != name:
         raise UserError(
