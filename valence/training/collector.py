@@ -582,7 +582,8 @@ class Collector:
         groups: list[RolloutGroup] = []
         if prompts:
             text = as_text(prompts[0].row.prompt, self._prepared.tokenizer)
-            self.latest = text, completions[0][0].text, scores[0][0].value
+            score = None if self._prepared.recipe.is_unrewarded else scores[0][0].value
+            self.latest = text, completions[0][0].text, score
         for prompt, sampled, scored in zip(prompts, completions, scores, strict=True):
             places = [i for i, score in enumerate(scored) if score.value is not None]
             if len(places) < len(sampled) and self._rollout.on_failure == "drop_group":
@@ -597,7 +598,8 @@ class Collector:
                 answers = tuple(sampled[i] for i in places)
                 feedback = tuple(scored[i].feedback for i in places)
                 groups.append(RolloutGroup(prompt.example, answers, shaped, feedback=feedback))
-        tally.add("rollout/tied", [float(group.tied) for group in groups])
+        if not self._prepared.recipe.is_unrewarded:
+            tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
         return groups
 
@@ -608,21 +610,22 @@ class Collector:
         buffer, limit = self._rollout.overlong_buffer, self._rollout.max_new_tokens
         return max(0.0, (length - (limit - buffer)) / buffer) if buffer else 0.0
 
-    @staticmethod
     def _count(
+        self,
         completions: Sequence[Completion],
         scores: Sequence[Score],
         rewards: Sequence[float],
         tally: RoundTally,
     ) -> None:
         """Add the metrics of the completions of a prompt."""
-        tally.add("reward/mean", rewards)
-        tally.rewards += rewards
-        if len(rewards) > 1:
-            tally.add("reward/std_of_prompt", [pstdev(rewards)])
-        for score in scores:
-            for name, value in score.parts.items():
-                tally.add(f"reward/{name}", [value])
+        if not self._prepared.recipe.is_unrewarded:
+            tally.add("reward/mean", rewards)
+            tally.rewards += rewards
+            if len(rewards) > 1:
+                tally.add("reward/std_of_prompt", [pstdev(rewards)])
+            for score in scores:
+                for name, value in score.parts.items():
+                    tally.add(f"reward/{name}", [value])
         tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
         shares = (distinct_4grams(c.tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
@@ -757,7 +760,6 @@ class Collector:
             for prompt, sampled, scored in zip(prompts, completions, scores, strict=True)
         ]
         if self._prepared.recipe.is_unrewarded and self._prepared.method.loss.needs_teacher:
-            metrics = {name: x for name, x in metrics.items() if not name.startswith("reward/")}
             metrics |= self._signals(groups, rows)
         return Evaluation(dict(sorted(metrics.items())), rows)
 

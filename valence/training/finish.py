@@ -100,7 +100,7 @@ def _report_end(trainer: Trainer, folder: RunFolder) -> None:
         folder.record(ended_early=reason)
     if isinstance(trainer.examples, Rounds) and trainer.examples.exclusions:
         exclusions = trainer.examples.exclusions
-        trainer.messages.note_once(f"not imitated: {describe_exclusions(exclusions)}")
+        trainer.messages.note_once(f"not trained on: {describe_exclusions(exclusions)}")
         folder.record(exclusions=dict(exclusions))
     best = trainer.state.best
     if best.criterion is not None and best.step not in (None, trainer.step):
