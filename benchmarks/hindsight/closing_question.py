@@ -1,0 +1,114 @@
+"""Does the model learn a format that only the messages mention? Every message asks that the answer
+end with a question.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.hindsight.answerer import Answerer, user_turn
+from benchmarks.hindsight.rows import LoggedAnswer
+from benchmarks.hindsight.training import Record, steps_of
+from valence.data.hindsight import TeacherContext
+from valence.types import Chat
+
+MESSAGES = (
+    "Please end with a question.",
+    "Please end your answer with a question to me.",
+    "Ask me something at the end.",
+    "I would like a question at the end of your answer.",
+    "Your last sentence should be a question.",
+    "Finish with a question so that we can keep talking.",
+    "Can you close with a question next time?",
+    "A question at the end, please.",
+    "Always end on a question.",
+    "The answer is missing a closing question.",
+)
+MAX_NEW_TOKENS = 128
+
+
+def question_rows(answers: Sequence[LoggedAnswer], seed: int) -> list[Record]:
+    """Answers with messages that ask for a closing question."""
+    rng = random.Random(seed)
+    return [
+        {
+            "prompt": [{"role": "user", "content": answer.question}],
+            "completion": [{"role": "assistant", "content": answer.answer}],
+            "feedback": rng.choice(MESSAGES),
+        }
+        for answer in answers
+    ]
+
+
+def ends_with_question(answer: str) -> bool:
+    return answer.rstrip("\"'\u201d\u2019)* \n").endswith("?")
+
+
+def closing_question(
+    model: Path,
+    context: TeacherContext,
+    recipe_in: Callable[[Path], Record],
+    rows: Sequence[Record],
+    question_texts: Sequence[str],
+) -> Record:
+    """Answers to other questions: of the model, of its teacher, of the model when it is asked in
+    the prompt, and of the model after training on the rows.
+
+    recipe_in: the recipe, for a folder with train.jsonl.
+    """
+    rng = random.Random(0)
+    written = [rng.choice(MESSAGES) for _ in question_texts]
+    prompts = [user_turn(question) for question in question_texts]
+    contexts = [
+        context.prompt(prompt, text, None) for prompt, text in zip(prompts, written, strict=True)
+    ]
+    asked = [
+        user_turn(f"{question}\n\n{text}")
+        for question, text in zip(question_texts, written, strict=True)
+    ]
+    answerer = Answerer(model)
+    record: dict[str, Any] = {
+        "before": _answers(answerer, prompts),
+        "teacher": _answers(answerer, [chat for chat in contexts if isinstance(chat, Chat)]),
+        "asked": _answers(answerer, asked),
+    }
+    del answerer
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        steps = steps_of(recipe_in(folder), rows, folder)
+        record["after"] = _answers(Answerer(folder / "run" / "model"), prompts)
+    record["signal"] = [step["signal/mean"] for step in steps]
+    return record
+
+
+def _answers(answerer: Answerer, prompts: Sequence[Chat]) -> Record:
+    answers = answerer.answers(prompts, max_new_tokens=MAX_NEW_TOKENS)
+    return {
+        "questions": fmean(
+            is_finished and ends_with_question(text) for text, is_finished in answers
+        ),
+        "contains": fmean("?" in text for text, _ in answers),
+        "unfinished": fmean(not is_finished for _, is_finished in answers),
+        "words": fmean(len(text.split()) for text, _ in answers),
+        "answers": [text for text, _ in answers],
+    }
+
+
+def print_closing_question(record: Record) -> None:
+    print(
+        f"{'answers':12}{'end with a question':>21}{'contain one':>13}{'unfinished':>12}{'words':>8}"
+    )
+    for name in ("before", "teacher", "asked", "after"):
+        values = record[name]
+        print(
+            f"{name:12}{values['questions']:>21.2f}{values['contains']:>13.2f}"
+            f"{values['unfinished']:>12.2f}{values['words']:>8.0f}"
+        )
+    print(
+        f"signal {record['signal'][0]:+.3f} in the first step, {record['signal'][-1]:+.3f} in the last"
+    )
