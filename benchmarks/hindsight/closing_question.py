@@ -100,15 +100,13 @@ def _answers(answerer: Answerer, prompts: Sequence[Chat]) -> Record:
 
 
 def print_closing_question(record: Record) -> None:
-    print(
-        f"{'answers':12}{'end with a question':>21}{'contain one':>13}{'unfinished':>12}{'words':>8}"
-    )
+    names = f"{'end with a question':>21}{'contain one':>13}{'unfinished':>12}{'words':>8}"
+    print(f"{'answers':12}{names}")
     for name in ("before", "teacher", "asked", "after"):
         values = record[name]
         print(
             f"{name:12}{values['questions']:>21.2f}{values['contains']:>13.2f}"
             f"{values['unfinished']:>12.2f}{values['words']:>8.0f}"
         )
-    print(
-        f"signal {record['signal'][0]:+.3f} in the first step, {record['signal'][-1]:+.3f} in the last"
-    )
+    first, *_, last = record["signal"]
+    print(f"signal {first:+.3f} in the first step, {last:+.3f} in the last", flush=True)

@@ -11,13 +11,15 @@ from valence.types import Kind
 ROWS = 8
 
 Settings = Mapping[str, Any]
-Peer = Literal["TRL", "HALOs"]
+Peer = Literal["TRL", "HALOs", "paper"]
 SOURCES: dict[str, Kind] = {
     "kto": "judgement",
     "dpo": "preference",
     "cpo": "preference",
     "orpo": "preference",
     "sft": "demonstration",
+    "sdpo": "feedback",
+    "paper": "feedback",
     "halos kto": "judgement",
     "halos pairs": "preference",
     "halos scored": "ranking",
@@ -35,6 +37,7 @@ class Case:
     which accumulates gradients over the step. swapped: exchange policy and reference. short:
     shorten prompts to their last token. steps: number of steps without updates; the last one is
     compared. names: Valence's name of a figure, if it differs. real: also run with the real model.
+    double: compute in float64 on both sides. partial: every other row has no feedback.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Case:
     steps: int = 1
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     real: bool = False
+    double: bool = False
+    partial: bool = False
 
     @property
     def source(self) -> Kind:
@@ -56,6 +61,8 @@ class Case:
 
     @property
     def peer(self) -> Peer:
+        if self.trainer == "paper":
+            return "paper"
         return "HALOs" if self.trainer.startswith("halos") else "TRL"
 
 
@@ -323,4 +330,20 @@ OF_HALOS = (
     halos("sft", "sft", "sft", STEP, "sft"),
 )
 
-CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS)
+
+def hindsight(name: str, trainer: str, **more: Any) -> Case:
+    """A case of hindsight without a limit of the signal, by default."""
+    ours = {"clip": None, **more.pop("ours", {})}
+    return Case(f"hindsight{name}", "hindsight", trainer, STEP, ours=ours, **more)
+
+
+OF_HINDSIGHT = (
+    hindsight("", "sdpo", real=True),
+    # In a batch of one row nothing is padded, which would shift positions: TRL passes none, and
+    # their embeddings are computed in float32.
+    hindsight(", float64", "sdpo", double=True, batch=1),
+    hindsight("", "paper", real=True),
+    hindsight(", float64", "paper", double=True),
+)
+
+CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS, *OF_HINDSIGHT)

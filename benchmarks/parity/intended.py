@@ -16,6 +16,7 @@ from benchmarks.parity.cases import (
     Peer,
     both,
     halos,
+    hindsight,
     trl,
     z0_of_halos,
     z0_of_trl,
@@ -192,6 +193,22 @@ INTENDED = (
         "over scores",
         "without a value function all tokens of an answer share its score; how long it is says "
         "nothing of how good it is",
+    ),
+    _with_case(
+        hindsight(", clip of 0.5 nats", "sdpo", ours={"clip": 0.5}),
+        "TRL has no limit of the signal. Valence's is 5 nats by default, and 0.5 in this case",
+        "answers of other models can have tokens that the teacher or the policy finds almost "
+        "impossible, and each would outweigh all others",
+    ),
+    _with_case(
+        hindsight(", half without feedback", "sdpo", partial=True),
+        "TRL counts completions without feedback in the mean of the step. Valence leaves them out",
+        "rows without a loss must not make the step of the others smaller",
+    ),
+    _with_case(
+        hindsight(", from the third token", "paper", theirs={"first": 2}),
+        "The authors leave out the first two tokens of each answer. Valence trains all of them",
+        "the first words can be what the feedback is about, as the language of an answer",
     ),
     Intended(
         "TRL",
