@@ -84,6 +84,8 @@ STEP = ("loss", "grad_norm")
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 KTO = (*STEP, *REWARDS, "kl")
 PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
+SIGNS = (*STEP, "rewards/accuracies")
+"""Figures of losses whose rewards both libraries scale in other ways."""
 UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
 """HALOs reports log-ratios as the rewards of kto. Valence's rewards are scaled by beta."""
 
@@ -139,7 +141,7 @@ PAIRED = (
     trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
     trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
     trl("hinge", "hinge", "hinge", **both(beta=0.3)),
-    trl("ipo", "ipo", "ipo", ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
+    trl("ipo", "ipo", "ipo", figures=SIGNS, ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
     trl("exo", "exo", "exo_pair", **both(label_smoothing=1e-3)),
     trl("nca", "nca", "nca_pair"),
     trl("bco_pair, first step", "bco_pair", "bco_pair"),
@@ -159,6 +161,7 @@ def divergence(
 ) -> Case:
     """A case with another f-divergence. ours, theirs: its names."""
     mine, other = settings.get("ours", {}), settings.get("theirs", {})
+    more.setdefault("figures", SIGNS)
     return trl(
         f"{method}, {ours}", method, loss_type, ours={**mine, "f_divergence": ours},
         theirs={**other, "f_divergence_type": theirs}, **more,
@@ -177,15 +180,22 @@ MODIFIED = (
     divergence("dpo_norm", "sigmoid_norm", "js", "js_divergence", both(beta=5.0), figures=STEP),
     divergence("robust_dpo", "robust", "alpha", "alpha_divergence", alpha(0.5)),
     divergence("hinge", "hinge", "js", "js_divergence", {}),
-    divergence("ipo", "ipo", "forward_kl", "forward_kl", {}),
+    divergence("ipo", "ipo", "forward_kl", "forward_kl", {}, figures=STEP),
     divergence("exo", "exo_pair", "js", "js_divergence", both(label_smoothing=1e-3)),
     divergence("discopop", "discopop", "js", "js_divergence", {}),
-    trl("dpo, ld_alpha", "dpo", "sigmoid", figures=STEP, **both(ld_alpha=0.5)),
+    trl("dpo, ld_alpha", "dpo", "sigmoid", **both(ld_alpha=0.5)),
     trl("nca, ld_alpha 0", "nca", "nca_pair", figures=STEP, **both(ld_alpha=0.0)),
     trl(
         "dpo, wpo", "dpo", "sigmoid", ours={"wpo": True}, theirs={"use_weighting": True}, real=True
     ),
-    trl("ipo, wpo", "ipo", "ipo", ours={"wpo": True}, theirs={"use_weighting": True}),
+    trl(
+        "ipo, wpo",
+        "ipo",
+        "ipo",
+        figures=SIGNS,
+        ours={"wpo": True},
+        theirs={"use_weighting": True},
+    ),
     trl(
         "dpo + nll",
         "dpo",
@@ -304,7 +314,7 @@ OF_HALOS = (
         real=True,
     ),
     halos("dpo", "dpo", "dpo"),
-    halos("dpo, humanline", "dpo", "dpo", STEP, **HUMANLINE_SETTINGS),
+    halos("dpo, humanline", "dpo", "dpo", **HUMANLINE_SETTINGS),
     halos("cdpo", "dpo", "cdpo", ours={"label_smoothing": 0.1}, theirs={"epsilon": 0.1}),
     halos("ipo", "ipo", "ipo", STEP, **both(tau=0.1)),
     halos(

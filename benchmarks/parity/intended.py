@@ -5,16 +5,16 @@ The benchmark runs those that a step can show, and fails if the results agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.parity.cases import (
-    HUMANLINE_SETTINGS,
     REWARDS,
     ROWS,
     STEP,
     Case,
     Peer,
     both,
+    divergence,
     halos,
     hindsight,
     trl,
@@ -81,10 +81,18 @@ INTENDED = (
         "the reward of this loss is what it compares",
     ),
     _with_case(
-        trl("dpo, rewards under ld_alpha", "dpo", "sigmoid", figures=REWARDS, **both(ld_alpha=0.5)),
-        "TRL reports beta*r of the reweighted tokens. Valence reports beta*r",
-        "rewards say how far the policy has moved, and can be compared between runs with other "
-        "settings",
+        trl("ipo, rewards", "ipo", "ipo", figures=REWARDS, ours={"tau": 0.2}, theirs={"beta": 0.2}),
+        "TRL reports beta*r. Valence reports tau*r/n",
+        "the reward of this loss is what it compares",
+    ),
+    _with_case(
+        replace(
+            divergence("dpo", "sigmoid", "js", "js_divergence", {}),
+            name="dpo, js, rewards",
+            figures=REWARDS,
+        ),
+        "TRL reports beta*r for every divergence. Valence reports what the divergence makes of r",
+        "the reward of this loss is what it compares",
     ),
     _with_case(
         trl(
@@ -152,13 +160,6 @@ INTENDED = (
         ),
         "HALOs reports r. Valence reports beta*r, and r as logratio/*",
         "the same name means the same for every loss",
-    ),
-    _with_case(
-        halos("dpo, rewards under humanline", "dpo", "dpo", REWARDS, **HUMANLINE_SETTINGS),
-        "HALOs reports beta*r of the clamped tokens. Valence reports beta*r, and the share of "
-        "tokens left unclamped",
-        "rewards say how far the policy has moved, and can be compared between runs with other "
-        "settings",
     ),
     _with_case(
         halos(
