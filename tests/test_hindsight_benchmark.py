@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.hindsight.closing_question import ends_with_question
+from benchmarks.hindsight.closing_question import closing_question_of
 from benchmarks.hindsight.marked_spans import MarkedAnswer, marked_answers
 
 
@@ -44,11 +44,12 @@ def test_tokens_that_share_a_character_with_the_span_are_marked(
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ("It is blue. Do you like it?", True),
-        ('It is blue. "Do you like it?"\n', True),
-        ("Do you like it? It is blue.", False),
-        ("", False),
+        ("It is blue. Do you like it?", "Do you like it?"),
+        ('You asked: "Do you like it?"\n', "Do you like it?"),
+        ("- Blue\n- Why?", "- Why?"),
+        ("Do you like it? It is blue.", None),
+        ("", None),
     ],
 )
-def test_only_the_end_of_an_answer_counts_as_closing_question(answer: str, expected: bool) -> None:
-    assert ends_with_question(answer) is expected
+def test_a_closing_question_is_the_last_sentence(answer: str, expected: str | None) -> None:
+    assert closing_question_of(answer) == expected

@@ -17,9 +17,9 @@ else.
 - tokens, only if named: on twenty answers with a marked span that a message is about, the AUC of
   the negative signal for marked against other tokens; also without the signal of a neutral message,
   and without the mean signal of the other messages.
-- format, only if named: the share of answers to the tuning questions that end with a question,
-  before and after training on messages that ask for it, of the teacher, and with the message as
-  part of the question.
+- format, only if named: the share of answers to the tuning questions that end with a question, not
+  counting repetitions of the prompt, before and after training on messages that ask for it, of the
+  teacher, and with the message as part of the question.
 
 Results are appended to a file, by their settings: the same command skips what it has. ``--set``
 changes the recipe of hindsight, for example ``--set teacher.weights=live``. ``--questions tuning``
@@ -458,9 +458,8 @@ def look_at_format(setup: Setup, seed: int, epochs: float) -> Figures:
             settings,
             closing_question(setup.model, setup.context, recipe_in, rows, question_texts),
         )
-    print_closing_question(record)
-    gain = record["after"]["questions"] - record["before"]["questions"]
-    return [] if setup.quick else [(f"format {gain:+.2f}>0", gain > 0)]
+    low, high = print_closing_question(record)
+    return [] if setup.quick else [(f"format [{low:+.2f}, {high:+.2f}]>0", low > 0)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

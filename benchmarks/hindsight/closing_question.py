@@ -5,6 +5,7 @@ end with a question.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ from benchmarks.hindsight.answerer import Answerer, user_turn
 from benchmarks.hindsight.rows import LoggedAnswer
 from benchmarks.hindsight.training import Record, steps_of
 from valence.data.hindsight import TeacherContext
+from valence.statistics import mean_interval
 from valence.types import Chat
 
 MESSAGES = (
@@ -45,8 +47,10 @@ def question_rows(answers: Sequence[LoggedAnswer], seed: int) -> list[Record]:
     ]
 
 
-def ends_with_question(answer: str) -> bool:
-    return answer.rstrip("\"'\u201d\u2019)* \n").endswith("?")
+def closing_question_of(answer: str) -> str | None:
+    """The last sentence of an answer, without quotation marks, if it is a question."""
+    sentence = re.split(r"(?<=[.!?:])\s+|\n", answer.strip())[-1].strip("\"'\u201c\u201d\u2019)* ")
+    return sentence if sentence.endswith("?") else None
 
 
 def closing_question(
@@ -87,26 +91,41 @@ def closing_question(
 
 
 def _answers(answerer: Answerer, prompts: Sequence[Chat]) -> Record:
+    """Answers to the prompts. questions: whether each ends with a question that is no part of its
+    prompt. copies: the share that end with a question that is.
+    """
     answers = answerer.answers(prompts, max_new_tokens=MAX_NEW_TOKENS)
+    closing = [closing_question_of(text) if is_finished else None for text, is_finished in answers]
+    is_copy = [
+        question is not None and question.lower() in str(prompt.messages[-1]["content"]).lower()
+        for question, prompt in zip(closing, prompts, strict=True)
+    ]
     return {
-        "questions": fmean(
-            is_finished and ends_with_question(text) for text, is_finished in answers
-        ),
-        "contains": fmean("?" in text for text, _ in answers),
+        "copies": fmean(is_copy),
+        "questions": [
+            question is not None and not copy
+            for question, copy in zip(closing, is_copy, strict=True)
+        ],
         "unfinished": fmean(not is_finished for _, is_finished in answers),
         "words": fmean(len(text.split()) for text, _ in answers),
         "answers": [text for text, _ in answers],
     }
 
 
-def print_closing_question(record: Record) -> None:
-    names = f"{'end with a question':>21}{'contain one':>13}{'unfinished':>12}{'words':>8}"
+def print_closing_question(record: Record) -> tuple[float, float]:
+    """Print the shares. Return the 95 % interval of the gain by training, paired over questions."""
+    names = f"{'end with a question':>21}{'with a copy':>13}{'unfinished':>12}{'words':>8}"
     print(f"{'answers':12}{names}")
     for name in ("before", "teacher", "asked", "after"):
         values = record[name]
         print(
-            f"{name:12}{values['questions']:>21.2f}{values['contains']:>13.2f}"
+            f"{name:12}{fmean(values['questions']):>21.2f}{values['copies']:>13.2f}"
             f"{values['unfinished']:>12.2f}{values['words']:>8.0f}"
         )
     first, *_, last = record["signal"]
-    print(f"signal {first:+.3f} in the first step, {last:+.3f} in the last", flush=True)
+    print(f"signal {first:+.3f} in the first step, {last:+.3f} in the last")
+    before, after = record["before"]["questions"], record["after"]["questions"]
+    gains = [float(new) - float(old) for old, new in zip(before, after, strict=True)]
+    low, high = mean_interval(gains)
+    print(f"after - before: {fmean(gains):+.3f} [{low:+.3f}, {high:+.3f}]", flush=True)
+    return low, high
