@@ -71,7 +71,7 @@ def closing_question(
     contexts = [
         context.prompt(prompt, text, None) for prompt, text in zip(prompts, written, strict=True)
     ]
-    asked = [
+    requests = [
         user_turn(f"{question}\n\n{text}")
         for question, text in zip(question_texts, written, strict=True)
     ]
@@ -79,7 +79,7 @@ def closing_question(
     record: dict[str, Any] = {
         "before": _answers(answerer, prompts),
         "teacher": _answers(answerer, [chat for chat in contexts if isinstance(chat, Chat)]),
-        "asked": _answers(answerer, asked),
+        "asked": _answers(answerer, requests),
     }
     del answerer
     with TemporaryDirectory() as scratch:
