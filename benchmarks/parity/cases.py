@@ -85,7 +85,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 KTO = (*STEP, *REWARDS, "kl")
 PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
 SIGNS = (*STEP, "rewards/accuracies")
-"""Figures of losses whose rewards both libraries scale in other ways."""
+"""Figures of a loss whose rewards grow with those of the other library, and are not the same."""
 UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
 """HALOs reports log-ratios as the rewards of kto. Valence's rewards are scaled by beta."""
 
@@ -141,7 +141,7 @@ PAIRED = (
     trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
     trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
     trl("hinge", "hinge", "hinge", **both(beta=0.3)),
-    trl("ipo", "ipo", "ipo", figures=SIGNS, ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
+    trl("ipo", "ipo", "ipo", figures=STEP, ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
     trl("exo", "exo", "exo_pair", **both(label_smoothing=1e-3)),
     trl("nca", "nca", "nca_pair"),
     trl("bco_pair, first step", "bco_pair", "bco_pair"),
@@ -192,7 +192,7 @@ MODIFIED = (
         "ipo, wpo",
         "ipo",
         "ipo",
-        figures=SIGNS,
+        figures=STEP,
         ours={"wpo": True},
         theirs={"use_weighting": True},
     ),
