@@ -1,5 +1,5 @@
-"""python -m benchmarks.hindsight [--quick] [--look signal training cost] [--seeds N] [--out FILE]:
-what SmolLM2-135M-Instruct learns from the messages of a simulated user, without a label.
+"""python -m benchmarks.hindsight [--quick] [--look NAME ...] [--seeds N ...] [--out FILE]: what
+SmolLM2-135M-Instruct learns from the messages of a simulated user, without a label.
 
 The model has answered the quickstart's questions. A rule accepts or rejects each answer, and the
 user writes a complaint or thanks in one of ten phrasings; one message in five is about something
@@ -14,6 +14,12 @@ else.
   labels, and with sft on accepted answers. Same answers, same number of epochs. Differences are
   paired over seeds.
 - cost: time and memory of a step of hindsight and of kto on the same rows, in turns.
+- tokens, only if named: on twenty answers with a marked span that a message is about, the AUC of
+  the negative signal for marked against other tokens; also without the signal of a neutral message,
+  and without the mean signal of the other messages.
+- format, only if named: the share of answers to the tuning questions that end with a question, not
+  counting repetitions of the prompt, before and after training on messages that ask for it, of the
+  teacher, and with the message as part of the question.
 
 Results are appended to a file, by their settings: the same command skips what it has. ``--set``
 changes the recipe of hindsight, for example ``--set teacher.weights=live``. ``--questions tuning``
@@ -37,13 +43,16 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import valence
+from benchmarks.hindsight.answerer import Answerer, user_turn
+from benchmarks.hindsight.closing_question import (
+    closing_question,
+    print_closing_question,
+    question_rows,
+)
+from benchmarks.hindsight.marked_spans import marked_answers, marked_spans, print_marked_spans
 from benchmarks.hindsight.rows import (
     Arm,
     LoggedAnswer,
@@ -53,28 +62,25 @@ from benchmarks.hindsight.rows import (
     questions,
     training_rows,
 )
+from benchmarks.hindsight.training import RATES, Record, recipe, steps_of
 from benchmarks.hindsight.user import ACCEPTED, MESSAGES, NEW_TOPIC, verdict
 from benchmarks.step.memory import peak_above_idle
 from examples.demo import assets
-from valence.data.encode import Encoder
 from valence.data.hindsight import TeacherContext
-from valence.models.build import load_tokenizer
-from valence.rollouts import HFGenerator, Sampling
 from valence.statistics import mean_interval, student_interval
 from valence.types import Chat, content_id
 
 EXPERIMENTS = ("signal", "training", "cost")
+NAMED_EXPERIMENTS = ("tokens", "format")
+"""Experiments that run only when ``--look`` names them."""
 ARMS: tuple[Arm, ...] = ("hindsight", "shuffled", "kto", "sft")
-RATES = {"hindsight": 2e-4, "shuffled": 2e-4, "kto": 1.2e-4, "sft": 2e-4}
-BATCH_SIZE = 8
-MAX_NEW_TOKENS = 56
 NUM_SIGNAL, NUM_AGAIN = 48, 24
 """Answers whose signal is measured, and rejected ones that the teacher answers again."""
 QUICK_ROWS = 16
+NUM_FORMAT_ROWS = 60
+"""Rows whose messages ask for a closing question."""
 MAX_TIME, MAX_MEMORY = 1.6, 1.2
 """Bars of the cost: that of hindsight, relative to kto."""
-
-Record = dict[str, Any]
 
 
 class Results:
@@ -97,47 +103,6 @@ class Results:
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         return record
-
-
-def user_turn(text: str) -> Chat:
-    return Chat(({"role": "user", "content": text},))
-
-
-class Answerer:
-    """Greedy answers of a model, and the log-probabilities of given ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        )
-        self.encoder = Encoder(load_tokenizer(str(folder)), max_length=1024)
-        self.generator = HFGenerator(
-            self.model, self.encoder.tokenizer, end_ids=self.encoder.end_ids
-        )
-
-    def answers(self, prompts: Sequence[Chat]) -> list[tuple[str, bool]]:
-        """The text of each answer, and whether the model ended it."""
-        sampling = Sampling(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
-        ids = [self.encoder.encode_prompt(prompt) for prompt in prompts]
-        return [
-            (answer.text, answer.stop != "length")
-            for [answer] in self.generator.generate(ids, 1, sampling)
-        ]
-
-    def logps(self, prompts: Sequence[Chat], answers: Sequence[str]) -> list[torch.Tensor]:
-        """Of each token of the answers and of their ends (nats)."""
-        tokenizer = self.encoder.tokenizer
-        pairs = [
-            (
-                self.encoder.encode_prompt(prompt),
-                (
-                    *tokenizer(answer, add_special_tokens=False)["input_ids"],
-                    self.encoder.end_ids[0],
-                ),
-            )
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        return [torch.tensor(logps) for logps in self.generator.logps(pairs)]
 
 
 def judged(question_texts: Sequence[str], answers: Sequence[tuple[str, bool]]) -> Record:
@@ -259,31 +224,6 @@ def _mean(rows: Sequence[Record], key: str) -> float:
 # Training
 
 
-def recipe(
-    arm: Arm, model: Path, folder: Path, seed: int, epochs: float, overrides: Record
-) -> Record:
-    """The recipe of a method. overrides: sections that change that of hindsight."""
-    sections: Record = {
-        "method": "hindsight" if arm == "shuffled" else arm,
-        "model": {"name": str(model), "dtype": "float32", "lora": {"rank": 16}},
-        "data": {"train": str(folder / "train.jsonl"), "max_length": 512},
-        "train": {
-            "batch_size": BATCH_SIZE,
-            "epochs": epochs,
-            "learning_rate": RATES[arm],
-            "warmup": 0.1,
-            "seed": seed,
-            "compile": "off",
-        },
-        "run": {"dir": str(folder / "run"), "save_every": 100_000},
-    }
-    if arm not in ("kto", "sft"):
-        for key, value in overrides.items():
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = value
-    return sections
-
-
 def train(
     recipe_in: Callable[[Path], Record],
     rows: Sequence[Record],
@@ -305,16 +245,6 @@ def train(
         "seconds": seconds,
         "steps": [{key: step[key] for key in keys if key in step} for step in steps],
     } | after
-
-
-def steps_of(settings: Record, rows: Sequence[Record], folder: Path) -> list[Record]:
-    """Train on the rows. Return the log of each step."""
-    (folder / "train.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    valence.train(settings, quiet=True)
-    lines = (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [step for step in map(json.loads, lines) if "loss" in step]
 
 
 def evaluate(model: Path, question_texts: Sequence[str], held: Sequence[LoggedAnswer]) -> Record:
@@ -500,10 +430,44 @@ def look_at_cost(setup: Setup) -> Figures:
     return [] if setup.quick else figures
 
 
+def look_at_tokens(setup: Setup) -> Figures:
+    answers = marked_answers()[: QUICK_ROWS if setup.quick else None]
+    template = setup.context.text("", None)
+    settings = {"look": "tokens", "template": template, "answers": [vars(a) for a in answers]}
+    record = setup.results.get(settings) or setup.results.add(
+        settings, marked_spans(Answerer(setup.model), setup.context, answers)
+    )
+    low, high = print_marked_spans(record)["signal"]
+    return [] if setup.quick else [(f"tokens [{low:.2f}, {high:.2f}]>0.5", low > 0.5)]
+
+
+def look_at_format(setup: Setup, seed: int, epochs: float) -> Figures:
+    question_texts = questions("tuning")[: QUICK_ROWS if setup.quick else None]
+    rows = question_rows(setup.answers[:NUM_FORMAT_ROWS], seed)
+    settings: Record = {
+        "look": "format", "seed": seed, "rows": len(rows), "rate": RATES["hindsight"],
+        "count": len(question_texts), "epochs": epochs,
+        "template": setup.context.text("{feedback}", None), "overrides": setup.overrides,
+    }  # fmt: skip
+    record = setup.results.get(settings)
+    if record is None:
+        recipe_in = partial(
+            recipe, "hindsight", setup.model, seed=seed, epochs=epochs, overrides=setup.overrides
+        )
+        record = setup.results.add(
+            settings,
+            closing_question(setup.model, setup.context, recipe_in, rows, question_texts),
+        )
+    low, high = print_closing_question(record)
+    return [] if setup.quick else [(f"format [{low:+.2f}, {high:+.2f}]>0", low > 0)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hindsight", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rows, one seed, no bars")
-    parser.add_argument("--look", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS)
+    parser.add_argument(
+        "--look", nargs="+", choices=(*EXPERIMENTS, *NAMED_EXPERIMENTS), default=EXPERIMENTS
+    )
     parser.add_argument("--only", nargs="+", choices=ARMS, default=ARMS, metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--questions", choices=("held-out", "tuning"), default="held-out")
@@ -533,6 +497,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures += look_at_training(setup, arms, seeds, epochs, options.questions)
     if "cost" in options.look:
         figures += look_at_cost(setup)
+    if "tokens" in options.look:
+        figures += look_at_tokens(setup)
+    if "format" in options.look:
+        figures += look_at_format(setup, options.seeds[0], options.epochs)
     print("; ".join(f"{label} {'held' if held else 'short'}" for label, held in figures))
     return 0 if all(held for _, held in figures) else 1
 

@@ -11,13 +11,15 @@ from valence.types import Kind
 ROWS = 8
 
 Settings = Mapping[str, Any]
-Peer = Literal["TRL", "HALOs"]
+Peer = Literal["TRL", "HALOs", "paper"]
 SOURCES: dict[str, Kind] = {
     "kto": "judgement",
     "dpo": "preference",
     "cpo": "preference",
     "orpo": "preference",
     "sft": "demonstration",
+    "sdpo": "feedback",
+    "paper": "feedback",
     "halos kto": "judgement",
     "halos pairs": "preference",
     "halos scored": "ranking",
@@ -35,6 +37,7 @@ class Case:
     which accumulates gradients over the step. swapped: exchange policy and reference. short:
     shorten prompts to their last token. steps: number of steps without updates; the last one is
     compared. names: Valence's name of a figure, if it differs. real: also run with the real model.
+    double: compute in float64 on both sides. partial: every other row has no feedback.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Case:
     steps: int = 1
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     real: bool = False
+    double: bool = False
+    partial: bool = False
 
     @property
     def source(self) -> Kind:
@@ -56,6 +61,8 @@ class Case:
 
     @property
     def peer(self) -> Peer:
+        if self.trainer == "paper":
+            return "paper"
         return "HALOs" if self.trainer.startswith("halos") else "TRL"
 
 
@@ -77,6 +84,8 @@ STEP = ("loss", "grad_norm")
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 KTO = (*STEP, *REWARDS, "kl")
 PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
+SIGNS = (*STEP, "rewards/accuracies")
+"""Figures of a loss whose rewards grow with those of the other library, and are not the same."""
 UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
 """HALOs reports log-ratios as the rewards of kto. Valence's rewards are scaled by beta."""
 
@@ -132,7 +141,7 @@ PAIRED = (
     trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
     trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
     trl("hinge", "hinge", "hinge", **both(beta=0.3)),
-    trl("ipo", "ipo", "ipo", ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
+    trl("ipo", "ipo", "ipo", figures=STEP, ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
     trl("exo", "exo", "exo_pair", **both(label_smoothing=1e-3)),
     trl("nca", "nca", "nca_pair"),
     trl("bco_pair, first step", "bco_pair", "bco_pair"),
@@ -152,6 +161,7 @@ def divergence(
 ) -> Case:
     """A case with another f-divergence. ours, theirs: its names."""
     mine, other = settings.get("ours", {}), settings.get("theirs", {})
+    more.setdefault("figures", SIGNS)
     return trl(
         f"{method}, {ours}", method, loss_type, ours={**mine, "f_divergence": ours},
         theirs={**other, "f_divergence_type": theirs}, **more,
@@ -170,15 +180,22 @@ MODIFIED = (
     divergence("dpo_norm", "sigmoid_norm", "js", "js_divergence", both(beta=5.0), figures=STEP),
     divergence("robust_dpo", "robust", "alpha", "alpha_divergence", alpha(0.5)),
     divergence("hinge", "hinge", "js", "js_divergence", {}),
-    divergence("ipo", "ipo", "forward_kl", "forward_kl", {}),
+    divergence("ipo", "ipo", "forward_kl", "forward_kl", {}, figures=STEP),
     divergence("exo", "exo_pair", "js", "js_divergence", both(label_smoothing=1e-3)),
     divergence("discopop", "discopop", "js", "js_divergence", {}),
-    trl("dpo, ld_alpha", "dpo", "sigmoid", figures=STEP, **both(ld_alpha=0.5)),
+    trl("dpo, ld_alpha", "dpo", "sigmoid", **both(ld_alpha=0.5)),
     trl("nca, ld_alpha 0", "nca", "nca_pair", figures=STEP, **both(ld_alpha=0.0)),
     trl(
         "dpo, wpo", "dpo", "sigmoid", ours={"wpo": True}, theirs={"use_weighting": True}, real=True
     ),
-    trl("ipo, wpo", "ipo", "ipo", ours={"wpo": True}, theirs={"use_weighting": True}),
+    trl(
+        "ipo, wpo",
+        "ipo",
+        "ipo",
+        figures=STEP,
+        ours={"wpo": True},
+        theirs={"use_weighting": True},
+    ),
     trl(
         "dpo + nll",
         "dpo",
@@ -297,7 +314,7 @@ OF_HALOS = (
         real=True,
     ),
     halos("dpo", "dpo", "dpo"),
-    halos("dpo, humanline", "dpo", "dpo", STEP, **HUMANLINE_SETTINGS),
+    halos("dpo, humanline", "dpo", "dpo", **HUMANLINE_SETTINGS),
     halos("cdpo", "dpo", "cdpo", ours={"label_smoothing": 0.1}, theirs={"epsilon": 0.1}),
     halos("ipo", "ipo", "ipo", STEP, **both(tau=0.1)),
     halos(
@@ -323,4 +340,20 @@ OF_HALOS = (
     halos("sft", "sft", "sft", STEP, "sft"),
 )
 
-CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS)
+
+def hindsight(name: str, trainer: str, **more: Any) -> Case:
+    """A case of hindsight without a limit of the signal, by default."""
+    ours = {"clip": None, **more.pop("ours", {})}
+    return Case(f"hindsight{name}", "hindsight", trainer, STEP, ours=ours, **more)
+
+
+OF_HINDSIGHT = (
+    hindsight("", "sdpo", real=True),
+    # In a batch of one row nothing is padded, which would shift positions: TRL passes none, and
+    # their embeddings are computed in float32.
+    hindsight(", float64", "sdpo", double=True, batch=1),
+    hindsight("", "paper", real=True),
+    hindsight(", float64", "paper", double=True),
+)
+
+CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS, *OF_HINDSIGHT)

@@ -42,6 +42,8 @@ class Inputs:
             return tuple(replace(unit, kind=kind, label=None) for unit in self.judgements)
         if kind == "ranking":
             return _ranked(self.preferences)
+        if kind == "feedback":
+            return _with_feedback(self.judgements)
         return self.preferences if kind == "preference" else self.judgements
 
 
@@ -68,6 +70,19 @@ def shortened(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
     return tuple(
         replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:])
         for row in rows
+    )
+
+
+def _with_feedback(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
+    """The rows with a teacher that reads the next row's answer after the prompt."""
+    return tuple(
+        replace(
+            row,
+            kind="feedback",
+            label=None,
+            teacher_ids=(*row.prompt_ids, *other.answers[0].ids[:-1]),
+        )
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
     )
 
 

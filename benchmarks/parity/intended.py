@@ -5,17 +5,18 @@ The benchmark runs those that a step can show, and fails if the results agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.parity.cases import (
-    HUMANLINE_SETTINGS,
     REWARDS,
     ROWS,
     STEP,
     Case,
     Peer,
     both,
+    divergence,
     halos,
+    hindsight,
     trl,
     z0_of_halos,
     z0_of_trl,
@@ -80,10 +81,18 @@ INTENDED = (
         "the reward of this loss is what it compares",
     ),
     _with_case(
-        trl("dpo, rewards under ld_alpha", "dpo", "sigmoid", figures=REWARDS, **both(ld_alpha=0.5)),
-        "TRL reports beta*r of the reweighted tokens. Valence reports beta*r",
-        "rewards say how far the policy has moved, and can be compared between runs with other "
-        "settings",
+        trl("ipo, rewards", "ipo", "ipo", figures=REWARDS, ours={"tau": 0.2}, theirs={"beta": 0.2}),
+        "TRL reports beta*r. Valence reports tau*r/n",
+        "the reward of this loss is what it compares",
+    ),
+    _with_case(
+        replace(
+            divergence("dpo", "sigmoid", "js", "js_divergence", {}),
+            name="dpo, js, rewards",
+            figures=REWARDS,
+        ),
+        "TRL reports beta*r for every divergence. Valence reports what the divergence makes of r",
+        "the reward of this loss is what it compares",
     ),
     _with_case(
         trl(
@@ -153,13 +162,6 @@ INTENDED = (
         "the same name means the same for every loss",
     ),
     _with_case(
-        halos("dpo, rewards under humanline", "dpo", "dpo", REWARDS, **HUMANLINE_SETTINGS),
-        "HALOs reports beta*r of the clamped tokens. Valence reports beta*r, and the share of "
-        "tokens left unclamped",
-        "rewards say how far the policy has moved, and can be compared between runs with other "
-        "settings",
-    ),
-    _with_case(
         halos(
             "grpo, spread of the population",
             "grpo",
@@ -192,6 +194,22 @@ INTENDED = (
         "over scores",
         "without a value function all tokens of an answer share its score; how long it is says "
         "nothing of how good it is",
+    ),
+    _with_case(
+        hindsight(", clip of 0.5 nats", "sdpo", ours={"clip": 0.5}),
+        "TRL has no limit of the signal. Valence's is 5 nats by default, and 0.5 in this case",
+        "answers of other models can have tokens that the teacher or the policy finds almost "
+        "impossible, and each would outweigh all others",
+    ),
+    _with_case(
+        hindsight(", half without feedback", "sdpo", partial=True),
+        "TRL counts completions without feedback in the mean of the step. Valence leaves them out",
+        "rows without a loss must not make the step of the others smaller",
+    ),
+    _with_case(
+        hindsight(", from the third token", "paper", theirs={"first": 2}),
+        "The authors leave out the first two tokens of each answer. Valence trains all of them",
+        "the first words can be what the feedback is about, as the language of an answer",
     ),
     Intended(
         "TRL",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.parity.cases import Case
 from benchmarks.parity.halos_formulas import HalosStep, halos
+from benchmarks.parity.hindsight_formula import hindsight
 from benchmarks.parity.inputs import Inputs, as_kind, shortened
 from benchmarks.peers import peer_environment
 from valence.distributed.process_group import SingleProcess
@@ -42,7 +43,14 @@ def folders(case: Case, inputs: Inputs) -> tuple[Path, Path]:
 def source_rows(case: Case, inputs: Inputs) -> tuple[TokenizedExample, ...]:
     """The rows that the other side reads."""
     rows = inputs.rows(case.source)
+    if case.partial:
+        rows = tuple(replace(row, teacher_ids=()) if i % 2 else row for i, row in enumerate(rows))
     return shortened(rows) if case.short else rows
+
+
+def precision(case: Case) -> torch.dtype:
+    """Dtype of the weights and of the computation on both sides."""
+    return torch.float64 if case.double else torch.float32
 
 
 def max_length(units: Sequence[TokenizedExample]) -> int:
@@ -61,15 +69,19 @@ class LocalSides:
         self.engines = cache(self._engines)
         self.plain = cache(self._plain)
 
-    def _engines(self, policy: Path, reference: Path) -> tuple[PolicyModel, Reference]:
-        engine = build_policy(load_model(str(policy), dtype=torch.float32), dtype=torch.float32)
-        other = load_model(str(reference), dtype=torch.float32)
+    def _engines(
+        self, policy: Path, reference: Path, dtype: torch.dtype
+    ) -> tuple[PolicyModel, Reference]:
+        engine = build_policy(load_model(str(policy), dtype=dtype), dtype=dtype)
+        other = load_model(str(reference), dtype=dtype)
         return engine, build_reference(engine, fresh_adapter=False, model=other, name="second")
 
-    def _plain(self, policy: Path, reference: Path) -> tuple[nn.Module, nn.Module]:
+    def _plain(
+        self, policy: Path, reference: Path, dtype: torch.dtype
+    ) -> tuple[nn.Module, nn.Module]:
         """Load both models without a PolicyModel, which would replace the attention."""
         first, second = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             for folder in (policy, reference)
         )
         return first.eval(), second.eval()
@@ -79,7 +91,9 @@ class LocalSides:
         method = METHODS[case.method]
         source = source_rows(case, self.inputs)
         units = as_kind(source, method.kind)
-        policy, other = self.engines(*folders(case, self.inputs))
+        if method.loss.needs_teacher:  # rows without feedback are left out before a step
+            units = tuple(unit for unit in units if unit.teacher_ids)
+        policy, other = self.engines(*folders(case, self.inputs), precision(case))
         policy.zero_grad()
         reference = other if method.needs_reference else None
         objective = Objective(
@@ -100,9 +114,11 @@ class LocalSides:
         return meter.reduce(objective.group) | {"grad_norm": grad_norm(policy)}
 
     def formulas(self, case: Case) -> Figures:
-        """The same step with the formulas of HALOs."""
+        """The same step with the formulas of HALOs, or of the paper of hindsight."""
         rows = source_rows(case, self.inputs)
-        policy, reference = self.plain(*folders(case, self.inputs))
+        policy, reference = self.plain(*folders(case, self.inputs), precision(case))
+        if case.peer == "paper":
+            return hindsight(policy, rows, **case.theirs) | {"grad_norm": grad_norm(policy)}
         figures = halos(
             HalosStep(policy, reference, case.theirs, max_length(rows)), rows, case.batch
         )
@@ -157,6 +173,7 @@ def trl_job(case: Case, inputs: Inputs) -> dict[str, Any]:
         "reference": str(reference),
         "max_length": max_length(units),
         "eos": inputs.eos,
+        "double": case.double,
     }
 
 
@@ -166,6 +183,14 @@ def trl_row(unit: TokenizedExample) -> dict[str, Any]:
         raise RuntimeError(
             f"{unit.origin}: TRL trains on all of a completion and nothing of a prompt"
         )
+    if unit.kind == "feedback":
+        feedback = unit.teacher_ids[len(unit.prompt_ids) :]
+        [answer] = unit.answers
+        return {
+            "prompt": list(unit.prompt_ids),
+            "completion": list(answer.ids),
+            "feedback": list(feedback),
+        }
     names = ("chosen", "rejected") if unit.kind == "preference" else ("completion",)
     texts = {name: list(answer.ids) for name, answer in zip(names, unit.answers, strict=True)}
     return (
@@ -182,6 +207,12 @@ def _check_tokens(
     for row, prepared in zip(job["rows"], prepared_rows, strict=True):
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]
+        elif case.trainer == "sdpo":
+            same = prepared == {
+                "prompt_ids": row["prompt"],
+                "completion_ids": row["completion"],
+                "teacher_ids": row["prompt"] + row["feedback"] + row["completion"],
+            }
         elif case.trainer in ("cpo", "orpo"):
             same = all(
                 prepared[f"{side}_input_ids"] == row["prompt"] + row[side]

@@ -29,6 +29,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 TRAINERS = {
     "kto": (trl.KTOTrainer, trl.KTOConfig),
@@ -65,6 +66,89 @@ def tokenizer_of_ids(vocabulary: int, eos: int) -> PreTrainedTokenizerFast:
     )
 
 
+def load(folder: str, case: dict[str, Any]) -> Any:
+    dtype = torch.float64 if case["double"] else torch.float32
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def sdpo_trainer(case: dict[str, Any], scratch: str) -> SDPOTrainer:
+    """A trainer that "samples" the completions of the rows, and whose teacher is the policy, which
+    reads the feedback after the prompt.
+    """
+    rows = [
+        {"prompt": spelled(row["prompt"]), "privileged_context": spelled(row["feedback"])}
+        for row in case["rows"]
+    ]
+    arguments = SDPOConfig(
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        per_device_train_batch_size=case["batch"],
+        num_generations=1,
+        scale_rewards="none",
+        shuffle_dataset=False,
+        max_prompt_length=None,
+        distillation_mode="sampled_token",
+        teacher_model_kind="live",
+        use_successful_as_teacher=False,
+        include_environment_feedback=True,
+        reprompt_template="{prompt}{feedback}",
+        feedback_template="{feedback_raw}",
+        disable_tqdm=True,
+        **case["config"],
+    )
+    policy = load(case["policy"], case)
+    trainer = SDPOTrainer(
+        model=policy,
+        reward_funcs=lambda prompts, **_: [0.0] * len(prompts),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer_of_ids(policy.config.vocab_size, case["eos"]),
+    )
+    completions = iter([row["completion"] for row in case["rows"]])
+    trainer._generate = lambda prompt_ids: (prompt_ids, [next(completions) for _ in prompt_ids])
+    trainer.current_gradient_accumulation_steps = 1  # set by train()
+    return trainer
+
+
+def sdpo_step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
+    """Loss and gradient norm of a step of SDPO that accumulates over all batches of a case."""
+    trainer = sdpo_trainer(case, scratch)
+    trainer.model.train()
+    batches = list(trainer.get_train_dataloader())
+    loss, rows = 0.0, []
+    for inputs in batches:
+        batch = trainer._prepare_inputs(inputs)
+        part = trainer.compute_loss(trainer.model, batch) / len(batches)
+        part.backward()
+        loss += part.item()
+        rows += sdpo_rows(batch)
+    grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    figures = {"loss": loss, "grad_norm": torch.nn.utils.get_total_norm(grads).item()}
+    return {"figures": figures, "rows": rows}
+
+
+def sdpo_rows(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
+    """The tokens of each row that policy and teacher read, without padding."""
+
+    def unpadded(ids: str, mask: str) -> list[list[int]]:
+        pairs = zip(batch[ids], batch[mask].bool(), strict=True)
+        return [row[is_token].tolist() for row, is_token in pairs]
+
+    return [
+        {"prompt_ids": prompt, "completion_ids": completion, "teacher_ids": teacher}
+        for prompt, completion, teacher in zip(
+            unpadded("prompt_ids", "prompt_mask"),
+            unpadded("completion_ids", "completion_mask"),
+            unpadded("teacher_input_ids", "teacher_attention_mask"),
+            strict=True,
+        )
+    ]
+
+
 def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     trainer, config = TRAINERS[case["trainer"]]
     rows = [
@@ -83,12 +167,10 @@ def trainer_of(case: dict[str, Any], scratch: str) -> Any:
         disable_tqdm=True,
         **case["config"],
     )
-    policy = AutoModelForCausalLM.from_pretrained(case["policy"], dtype=torch.float32)
+    policy = load(case["policy"], case)
     extra = {}
     if case["trainer"] in WITH_REFERENCE:
-        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(
-            case["reference"], dtype=torch.float32
-        )
+        extra["ref_model"] = load(case["reference"], case)
     tokenizer = tokenizer_of_ids(policy.config.vocab_size, case["eos"])
     return trainer(
         model=policy,
@@ -126,7 +208,9 @@ def main(job: str, results: str) -> None:
         cases = json.load(file)
     versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
     with tempfile.TemporaryDirectory() as scratch:
-        step_results = [step(case, scratch) for case in cases]
+        step_results = [
+            (sdpo_step if case["trainer"] == "sdpo" else step)(case, scratch) for case in cases
+        ]
     with open(results, "w") as file:
         json.dump({"versions": versions, "cases": step_results}, file)
 
