@@ -116,10 +116,10 @@ class Setup:
         folder = self.folder / "cut"
         if not folder.exists():
             model: Any = AutoModelForCausalLM.from_pretrained(self.teacher, dtype=torch.float32)
-            decoder = model.model
-            decoder.layers = torch.nn.ModuleList(decoder.layers[i] for i in LAYERS)
-            for i, layer in enumerate(decoder.layers):
+            layers: list[Any] = [model.model.layers[i] for i in LAYERS]
+            for i, layer in enumerate(layers):
                 layer.self_attn.layer_idx = i
+            model.model.layers = torch.nn.ModuleList(layers)
             model.config.num_hidden_layers = len(LAYERS)
             if getattr(model.config, "layer_types", None):
                 model.config.layer_types = model.config.layer_types[: len(LAYERS)]

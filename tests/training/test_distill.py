@@ -241,7 +241,8 @@ def test_tokenizers_are_compared_by_content(place: Path) -> None:
     one, other = list(vocabulary)[30:32]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     path.write_text(json.dumps(settings))
-    with raises_error("vocabulary-mismatch", where="teacher.model", fix="--data demonstrations.jsonl"):
+    fix = "--data demonstrations.jsonl"
+    with raises_error("vocabulary-mismatch", where="teacher.model", fix=fix):
         train(recipe())
 
 
