@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from valence.data.kind_names import WORDS
 from valence.losses.average import Average
-from valence.losses.guide import GUIDE
+from valence.losses.guide import GUIDE, Guide
 from valence.losses.modifiers import MODIFIERS, Modifier
 from valence.methods import METHODS, ONLINE, WITHOUT_REWARD, Method, method_of
 from valence.user_code.settings import setting_docs
@@ -87,13 +87,19 @@ def online_method(method: Method) -> Method | None:
 
 def method_doc(method: Method) -> Doc:
     """The docstring of the loss, with the summary of the method's guide if it has one."""
-    doc, guide = read_doc(method.loss.fn.__doc__ or ""), GUIDE.get(method.name)
+    doc, guide = read_doc(method.loss.fn.__doc__ or ""), _guide(method)
     return replace(doc, summary=guide.summary) if guide and guide.summary else doc
 
 
 def builder_doc(method: Method) -> Doc:
     """How an online method builds examples from the completions of a round."""
     return read_doc(method.sample_builder.fn.__doc__ or "" if method.sample_builder else "")
+
+
+def _guide(method: Method) -> Guide | None:
+    """The guide of a method. That of a loss with a teacher is also about sampled completions."""
+    is_shared = method.online and method.loss.needs_teacher
+    return GUIDE.get(loss_name(method) if is_shared else method.name)
 
 
 def added(method: Method) -> set[str]:
@@ -109,7 +115,7 @@ def added(method: Method) -> set[str]:
 def facts(method: Method) -> dict[str, str]:
     """The properties of a method and the advice of its guide, by heading, if they apply."""
     loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
-    guide = GUIDE.get(method.name)
+    guide = _guide(method)
     items = {
         "rows": WORDS[method.kind],
         "optional columns": _columns(method),
