@@ -83,13 +83,15 @@ class Sampled:
 
     ``logps``: log-probability of each token (nats) in the distribution that it was sampled from,
     which is that at this ``temperature``, truncated to ``top_p`` (nucleus sampling).
-    ``vocabulary``: digest of the tokenizer's vocabulary ("" if unknown).
+    ``vocabulary``: digest of the tokenizer's vocabulary ("" if unknown). ``is_truncated``: whether
+    sampling is known to have ended at the length limit.
     """
 
     logps: tuple[float, ...]
     temperature: float = 1.0
     top_p: float = 1.0
     vocabulary: str = ""
+    is_truncated: bool = False
 
     @property
     def plain(self) -> bool:

@@ -33,6 +33,7 @@ from valence.types import (
     Origin,
     Preference,
     Prompt,
+    Sampled,
 )
 
 
@@ -216,6 +217,11 @@ def test_data_that_kto_cannot_learn_from() -> None:
 def test_ends_of_turns() -> None:
     ids = [judged(Ids((5,)), Ids((6, 7)), True, 1), judged(Ids((6,)), Ids((6, 4)), False, 2)]
     assert audited(ids).findings["end_of_turn_missing"].rows == ("a.jsonl:1",)
+    vocabulary = Encoder(tiny_tokenizer(), max_length=500).vocab.digest
+    truncated = Ids((6, 7), Sampled((), vocabulary=vocabulary, is_truncated=True))
+    ids[0] = judged(Ids((5,)), truncated, True, 1)
+    assert "end_of_turn_missing" not in audited(ids).findings
+    assert audited(ids).findings["sampling_truncated"].rows == ("a.jsonl:1",)
     chats = [
         judged(
             Chat(({"role": "user", "content": "sun"},)),

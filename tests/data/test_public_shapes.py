@@ -16,6 +16,7 @@ import pytest
 from tests.data.encoding import encoded, encoder
 from tests.data.rows import Source, shown_findings, write
 from tests.errors import raises_error
+from tests.tiny import tiny_tokenizer
 from valence.config.schema import SourceSettings
 from valence.data.audit import Finding, audit
 from valence.data.format_table import SHAPES
@@ -955,14 +956,22 @@ def test_a_text_next_to_another_text_is_no_plain_text(tmp_path: Path) -> None:
 
 def test_the_first_row_of_a_file_is_shown_as_it_was_read(tmp_path: Path) -> None:
     rows = [{**TWO, "winner": winner} for winner in ("tie", "b", "a")]
-    [text] = describe_first_rows(read(tmp_path, "preference", *rows))
+    [text] = describe_first_rows(read(tmp_path, "preference", *rows), tiny_tokenizer())
     heading, *parts = text.split("\n  ")
     assert "rows.jsonl" in heading
     assert parts == ["prompt: Is it wet?", "chosen: No.", "rejected: Yes."]
     rows = [{"question": "a " * 90, "response": "Yes.", "thumbs_up": False}]
-    [text] = describe_first_rows(read(tmp_path, "judgement", *rows))
+    [text] = describe_first_rows(read(tmp_path, "judgement", *rows), tiny_tokenizer())
     assert "label: down" in text
     assert max(map(len, text.split("\n  ")[1:])) < 80
+
+
+def test_the_first_row_of_token_ids_is_shown_as_text(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Wet?", "It is")]
+    row = {"prompt_ids": ids[0], "completion_ids": ids[1], "completion": "It is", "stop": "length"}
+    [text] = describe_first_rows(read(tmp_path, "demonstration", row), tokenizer)
+    assert text.split("\n  ")[1:] == ["prompt: Wet?", "completion: It is"]
 
 
 def test_a_flag_next_to_an_answer_is_not_left_out(tmp_path: Path) -> None:

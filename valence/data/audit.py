@@ -522,10 +522,10 @@ def _ends(encoded: EncodedSet) -> dict[str, Origins]:
     end-of-turn token is missing or outside the loss mask.
     """
     units = encoded.units
-    truncated = encoded.notes.get("cut_completion")
-    is_truncated = (
-        np.zeros(len(units), np.bool_) if truncated is None else units.origins.isin(truncated)
-    )
+    is_truncated = np.zeros(len(units), np.bool_)
+    for note in ("cut_completion", "sampling_truncated"):
+        if note in encoded.notes:
+            is_truncated |= units.origins.isin(encoded.notes[note])
     rows: dict[str, Origins] = {}
     for name, column in (
         ("end_of_turn_missing", "complete"),

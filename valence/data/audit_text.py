@@ -155,6 +155,11 @@ REMARKS = {
         "rows lost the end of an answer and its end-of-turn token: {rows}",
         "Raise data.max_length to keep them complete.",
     ),
+    "sampling_truncated": (
+        "answers were truncated when they were sampled, and do not teach the model to stop: {rows}",
+        "Nothing to do if most answers are complete; otherwise sample with a larger "
+        "--max-new-tokens.",
+    ),
     "logps_of_others": (
         "answers were not sampled at temperature 1 from all tokens, so their log-probabilities "
         "are not used: {rows}",

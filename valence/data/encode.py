@@ -127,6 +127,7 @@ class Encoder:
     ``tools_ignored``: the row has tools, and the template does not print tools
     ``cut_prompt``, ``cut_completion``: the row was too long and lost its oldest turns / the end of
         an answer
+    ``sampling_truncated``: sampling ended at the length limit, so the answer has no end
     ``logps_of_others``: the stored log-probabilities are not those of the model as it is, and are
         not read
     ``logps_missing``: a ranking has none, where others do: none are read
@@ -523,6 +524,8 @@ class Encoder:
                 raise _empty_answer()
             answer = self.vocab.checked(completion.ids)
             columns = self._columns(completion.sampled, state)
+            if completion.sampled and completion.sampled.is_truncated:
+                state.notes.add("sampling_truncated")
             answers.append(
                 TokenizedCompletion(
                     answer, (True,) * len(answer), answer[-1] in self.end_ids, columns

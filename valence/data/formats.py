@@ -261,7 +261,13 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
         for key in ("temperature", "top_p")
     )
     vocabulary = settings.get("vocabulary")
-    return Sampled(logps, temperature, top_p, vocabulary if isinstance(vocabulary, str) else "")
+    return Sampled(
+        logps,
+        temperature,
+        top_p,
+        vocabulary if isinstance(vocabulary, str) else "",
+        is_truncated=row.get("stop") == "length",
+    )
 
 
 def _read_ids(row: Columns, *parts: str) -> tuple[Content, Sequence[Content]]:

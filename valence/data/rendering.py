@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from transformers import PreTrainedTokenizerBase
+
 from valence.data.encode import Encoder
 from valence.data.load import Loaded
-from valence.types import Chat
+from valence.types import Chat, Ids
 
 PARTS = (
     "prompt",
@@ -24,21 +26,25 @@ PARTS = (
 MAX_LETTERS = 60
 
 
-def describe_first_rows(loaded: Loaded) -> Iterator[str]:
-    """Describe what the first row of each file was read as."""
+def describe_first_rows(loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Describe what the first row of each file was read as. tokenizer: for rows of token ids."""
     for file in loaded.files:
         rows = zip(loaded.sources, loaded.examples, strict=True)
         example = next((example for source, example in rows if source == file.path), None)
         parts = {name: getattr(example, name, None) for name in (*PARTS, "attributes")}
-        described = (f"{name}: {_shorten(v)}" for name, v in parts.items() if v not in (None, {}))
+        described = (
+            f"{name}: {_shorten(v, tokenizer)}" for name, v in parts.items() if v not in (None, {})
+        )
         if example is not None:
             yield f"first row of {file.path}\n  " + "\n  ".join(described)
 
 
-def _shorten(part: object) -> str:
+def _shorten(part: object, tokenizer: PreTrainedTokenizerBase) -> str:
     """A part of an example on one line; of a chat, its last message."""
     if isinstance(part, tuple):
-        return ", ".join(map(_shorten, part))
+        return ", ".join(_shorten(item, tokenizer) for item in part)
+    if isinstance(part, Ids):
+        part = part.readable or str(tokenizer.decode(list(part.ids)))
     if isinstance(part, Chat):
         message = part.messages[-1]
         text = f"{message['role']}: {message.get('content') or message.get('tool_calls')}"

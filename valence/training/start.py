@@ -344,7 +344,7 @@ def show_audit(prepared: Prepared, console: Console) -> None:
         if name == "eval" and (held_out := prepared.held_out):
             print_message(console, held_out)
         print_message(console, render(corpus.audit, training=name == "train"))
-        for line in describe_first_rows(corpus.loaded):
+        for line in describe_first_rows(corpus.loaded, prepared.encoder.tokenizer):
             print_message(console, line)
     for warning in filter(None, (class_weight_warning(prepared), held_out_warning(prepared))):
         print_message(console, warning, "yellow")
