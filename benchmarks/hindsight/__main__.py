@@ -288,11 +288,13 @@ def print_training(before: Record, after: dict[Arm, list[Record]]) -> None:
 
 
 def print_difference(label: str, one: Sequence[Record], other: Sequence[Record]) -> float:
-    """Print the mean difference in accepted answers, paired over seeds, and its 95 % interval."""
+    """Print the mean difference in accepted answers, paired over seeds, and its 95 % interval.
+    Returns the lower end, NaN for one seed.
+    """
     values = [a["accepted"] - b["accepted"] for a, b in zip(one, other, strict=True)]
     low, high = student_interval(values) if len(values) > 1 else (math.nan, math.nan)
     print(f"{label}: {fmean(values):+.3f} [{low:+.3f}, {high:+.3f}]")
-    return fmean(values)
+    return low
 
 
 # Cost
@@ -407,14 +409,14 @@ def look_at_training(
     print_training(before, after)
     figures: Figures = []
     for arm, records in after.items():
-        gain = print_difference(f"{arm} - before", records, [before] * len(records))
+        low = print_difference(f"{arm} - before", records, [before] * len(records))
         if arm == "hindsight":
-            figures.append((f"hindsight-before {gain:+.3f}>0", gain > 0))
+            figures.append((f"hindsight-before from {low:+.3f}>0", low > 0))
     for arm in ("shuffled", "kto", "sft"):
         if "hindsight" in after and arm in after:
-            gain = print_difference(f"hindsight - {arm}", after["hindsight"], after[arm])
+            low = print_difference(f"hindsight - {arm}", after["hindsight"], after[arm])
             if arm == "shuffled":
-                figures.append((f"hindsight-shuffled {gain:+.3f}>0", gain > 0))
+                figures.append((f"hindsight-shuffled from {low:+.3f}>0", low > 0))
     return [] if setup.quick else figures
 
 
