@@ -46,7 +46,7 @@ TAIL = """\
 
 | Exit status | Meaning |
 | --- | --- |
-| 0 | done; also a run that ended early because of `run.early_stop` or `train.max_zero_gradient_steps` |
+| 0 | done; also a run that ended early because of `run.early_stop`, `train.max_zero_gradient_steps` or `train.stop_on_collapse` |
 | 1 | a defect of Valence, with a traceback; with `--nproc`, also a killed process |
 | 2 | a mistake in the recipe, the data or the command line; a problem of the machine, such as a full disk; a judge that reached `max_cost`, or has less than `--min-agreement`. The message says where and how to fix it |
 | 3 | `valence compare`: the model fails a gate (`--at-least`, `--max-broken`, `--max-forgetting`); `valence export`: an exported file [differs](ship.md#differences) from the run |

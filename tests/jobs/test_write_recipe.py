@@ -98,7 +98,9 @@ def test_answers_with_complaints_are_not_imitated(place: Path) -> None:
     path = place / "feedback.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_recipe(DataFile(str(path)), place / "words.yaml")
-    assert load_recipe(place / "words.yaml").recipe.method == "hindsight"
+    recipe = load_recipe(place / "words.yaml").recipe
+    assert recipe.method == "hindsight"
+    assert recipe.run.keep_best is not None
 
 
 def test_scores_are_divided_where_the_halves_are_most_alike() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.training.resuming import killed, records, train, weights
 from tests.training.test_mix import run_of, written
 from tests.training.test_run import recipe
 from valence.models.cache import CachedReference
+from valence.training.evaluate import Evaluation
 from valence.training.feedback_test import FeedbackTest, _p_value, feedback_test
 from valence.training.trainer import Trainer
 
@@ -132,6 +134,8 @@ def test_labels_and_feedback_in_one_step(tmp_path: Path) -> None:
 def test_settings_of_the_teacher_that_have_no_effect_or_conflict(tmp_path: Path) -> None:
     with raises_error("setting-no-effect", where="teacher.rate", fix="teacher.weights: ema"):
         hindsight(tmp_path, teacher={"rate": 0.1})
+    with raises_error("setting-no-effect", where="train.stop_on_collapse"):
+        hindsight(tmp_path, method="sft", train={"stop_on_collapse": False})
     with raises_error("setting-no-effect", where="teacher", fix="hindsight"):
         run_of(tmp_path, teacher={"weights": "live"})
     with raises_error("setting-conflict", where="teacher.template"):
@@ -177,6 +181,39 @@ def test_a_collapse_in_training_is_a_warning(
     shown = " ".join("".join(capsys.readouterr()).split())
     assert shown.count("became much less likely") == 1
     assert "teacher.weights: initial" in shown
+
+
+def test_a_policy_that_collapses_ends_its_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out completions become less likely from the third of six steps on."""
+    plain = Trainer.evaluate
+
+    def evaluate(self: Trainer, *args: Any, **options: Any) -> Evaluation:
+        evaluation = plain(self, *args, **options)
+        change = 3.0 if self.step >= 3 else 0.0
+        worse = evaluation.metrics["logps/token"] - change
+        size = evaluation.metrics["signal/size"] + change
+        metrics = evaluation.metrics | {"logps/token": worse, "signal/size": size}
+        return replace(evaluation, metrics=metrics)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    rows = written(tmp_path / "feedback.jsonl", ROWS)
+    settings = recipe(folder, tmp_path, model={"lora": {"rank": 2}})
+    settings |= {"method": "hindsight", "eval": {"every": 1}}
+    settings["data"] = {"train": rows, "eval": rows, "max_length": 400}
+    settings["run"] |= {"keep_best": {"metric": "eval/signal/size"}, "save_every": 100}
+    ended, shown = train(settings)
+    assert ended.step == 3
+    assert "train.stop_on_collapse" in ended.ended_early
+    assert "training ended at step 3 of 6" in shown
+    best = ended.state.best.step
+    assert best is not None
+    assert best < 3
+    assert (tmp_path / f"run/checkpoints/step-{best}").is_dir()
+    settings["train"]["stop_on_collapse"] = False
+    longer, _ = train(settings, allow=["train.stop_on_collapse"])
+    assert (longer.step, longer.ended_early) == (6, "")
 
 
 def test_feedback_that_all_rows_share_cannot_be_tested(tmp_path: Path) -> None:

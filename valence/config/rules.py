@@ -152,6 +152,7 @@ def _other_teacher(c: Case) -> Iterator[Issue]:
         "reference.sync_mix",
         why="the teacher takes the place of the reference",
     )
+    yield no_effect("train.stop_on_collapse", why="the teacher is not the policy itself")
     if c.recipe.rollout.measure_kl is True:
         yield conflict(
             "rollout.measure_kl",
@@ -178,6 +179,7 @@ def _teacher(c: Case) -> Iterator[Issue]:
     if not c.has_teacher:
         yield no_effect(
             "teacher",
+            "train.stop_on_collapse",
             why=f"{c.method.name} has no teacher",
             fix="set method: hindsight, distill or online_distill",
         )

@@ -1053,6 +1053,13 @@ class Train(Section):
     and finished as if this were its last step. With train.router_aux_loss above 0 every step has a
     gradient.
     """
+    stop_on_collapse: bool = True
+    """End a run in which the policy is its own teacher (hindsight) when it has collapsed.
+
+    It has collapsed if held-out completions are far less likely than the signal asked for, if the
+    entropy is half of that at the start, or if sampled completions repeat themselves. The run is
+    saved and finished. `run.keep_best` keeps the checkpoint of the best evaluation before.
+    """
 
     @property
     def length_setting(self) -> str:

@@ -463,6 +463,8 @@ def _lines(
     yield f"  dir: runs/{'first' if out.stem == 'recipe' else out.stem}"
     if conversion.share is not None and not is_reward_model:
         yield "  samples: {prompts: 4}  # answers before and after training, for the report"
+    if conversion.share is not None and method == "hindsight":
+        yield "  keep_best: {metric: eval/signal/size}  # the policy nearest to its teacher"
 
 
 def _evaluation_lines(share: float | None) -> Iterator[str]:

@@ -163,6 +163,11 @@ are the same in each.
 """
 
 
+ENDING = ("held-out completions less likely", "low entropy", "repetitive")
+"""Diagnoses of a policy that has collapsed while it was its own teacher. Training completions are
+not among them: complaints make these less likely on purpose.
+"""
+
 _MORE_SIGNAL = ("sample more (rollout.num_rollouts)", "raise rollout.temperature")
 
 
@@ -189,6 +194,8 @@ class CollapseDetector:
         """The last step that had a gradient."""
         self.first: dict[str, list[float]] = {}
         """By metric: its first values."""
+        self.collapsed = ""
+        """What shows that a policy that is its own teacher has collapsed; empty if nothing does."""
 
     def observe(self, record: Mapping[str, Any]) -> list[Diagnosis]:
         """The diagnoses that this record shows for the first time."""
@@ -199,7 +206,11 @@ class CollapseDetector:
                 checks = [self._growing_signal]
         if "rollout/length" in record:
             checks = [self._high_kl, self._saturated, self._repetitive, *checks]
-        return [diagnosis for check in checks for diagnosis in check(record)]
+        diagnoses = [diagnosis for check in checks for diagnosis in check(record)]
+        if has_teacher(record) and self._advice.teacher != OTHER_MODEL:
+            ending = [diagnosis.message for diagnosis in diagnoses if diagnosis.name in ENDING]
+            self.collapsed = next(iter(ending), self.collapsed)
+        return diagnoses
 
     def _is_new(self, name: str, shows: bool, rounds: float = THRESHOLDS["rounds"]) -> bool:
         """Whether several rounds in a row show a diagnosis that has not been shown yet."""

@@ -51,6 +51,7 @@ OPTIMIZER_SETTINGS = {
 CONTINUING_SETTINGS = (
     "run.early_stop",
     "train.max_zero_gradient_steps",
+    "train.stop_on_collapse",
     "rollout.",
     "reward",
     "loss.",
@@ -303,6 +304,8 @@ def resume(trainer: Trainer, previous: PreviousRun) -> None:
     if trainer.prepared.method.online and (previous.changed or is_longer):
         # Otherwise the run would end at once, as it did before.
         counters.zero_gradient_steps = 0
+    if previous.changed or is_longer:
+        state.collapse.collapsed = ""
     assert trainer.saver is not None
     if trainer.world.rank == 0:
         try:

@@ -371,8 +371,18 @@ class Trainer:
     def ended_early(self) -> str:
         """Why training ends before its last step; empty if it does not."""
         return (
-            self.state.early_stop.exhausted or self.nothing_to_learn or self._zero_gradient_reason
+            self.state.early_stop.exhausted
+            or self.nothing_to_learn
+            or self._zero_gradient_reason
+            or self._collapse_reason
         )
+
+    @property
+    def _collapse_reason(self) -> str:
+        """What shows that the policy has collapsed; empty if that does not end training."""
+        collapsed = self.state.collapse.collapsed
+        ends = collapsed and self.recipe.train.stop_on_collapse
+        return f"{collapsed.rstrip('.')} (train.stop_on_collapse)" if ends else ""
 
     @property
     def _zero_gradient_reason(self) -> str:
