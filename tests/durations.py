@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LIST = Path(__file__).with_name("long_tests.txt")
-SECONDS = 1.0
+SECONDS = 0.5
 """A test function is long if the mean of its cases is above this."""
 
 
