@@ -31,6 +31,15 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
+PLAIN: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+"""Settings of all trainers: one process in float32, which writes nothing."""
 TRAINERS = {
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
@@ -81,11 +90,7 @@ def sdpo_trainer(case: dict[str, Any], scratch: str) -> SDPOTrainer:
     ]
     arguments = SDPOConfig(
         output_dir=scratch,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
+        **PLAIN,
         per_device_train_batch_size=case["batch"],
         num_generations=1,
         scale_rewards="none",
@@ -97,7 +102,6 @@ def sdpo_trainer(case: dict[str, Any], scratch: str) -> SDPOTrainer:
         include_environment_feedback=True,
         reprompt_template="{prompt}{feedback}",
         feedback_template="{feedback_raw}",
-        disable_tqdm=True,
         **case["config"],
     )
     policy = load(case["policy"], case)
@@ -156,15 +160,10 @@ def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     ]
     arguments = config(
         output_dir=scratch,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
+        **PLAIN,
         train_sampling_strategy="sequential",
         per_device_train_batch_size=case["batch"],
         max_length=case["max_length"],
-        disable_tqdm=True,
         **case["config"],
     )
     policy = load(case["policy"], case)

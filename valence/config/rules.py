@@ -179,9 +179,13 @@ def _teacher(c: Case) -> Iterator[Issue]:
     if not c.has_teacher:
         yield no_effect(
             "teacher",
-            "train.stop_on_collapse",
             why=f"{c.method.name} has no teacher",
             fix="set method: hindsight, distill or online_distill",
+        )
+        yield no_effect(
+            "train.stop_on_collapse",
+            why=f"{c.method.name} has no teacher",
+            fix="set method: hindsight",
         )
         return
     if c.recipe.teacher.model != SELF:

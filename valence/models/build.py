@@ -454,12 +454,12 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def shared_vocabulary(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str, rows: str
+    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str, imitate: str
 ) -> int:
     """Return the number of token ids, from 0, that mean the same in both tokenizers.
 
     The others may only be added tokens. Raises UserError otherwise. name: of the other model.
-    rows: the file with the prompts.
+    imitate: the command that trains on completions of that model, which the error suggests.
     """
     vocabularies = [
         {i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)
@@ -477,9 +477,7 @@ def shared_vocabulary(
                 code="vocabulary-mismatch",
                 where="teacher.model",
                 fix=f"use a teacher with the same tokenizer, or imitate answers that it writes: "
-                f"`valence sample {name} --data {rows} --out answers.jsonl && valence init "
-                f"answers.jsonl --model {ours.name_or_path} --out sft.yaml && valence train "
-                "sft.yaml`",
+                f"`{imitate}`",
             )
     return shared
 

@@ -160,7 +160,13 @@ class Prepared:
             return None  # a server is compared when the run starts
         remote = self.recipe.model.trust_remote_code
         theirs = load_tokenizer(name, trust_remote_code=remote, setting="teacher.model")
-        return shared_vocabulary(self.tokenizer, theirs, name, self.recipe.data.train[0].path)
+        rows = next((file.path for file in self.recipe.data.train), "FILE")
+        imitate = (
+            f"valence sample {name} --data {rows} --out answers.jsonl && "
+            f"valence init answers.jsonl --model {self.recipe.model.name} --out sft.yaml && "
+            "valence train sft.yaml"
+        )
+        return shared_vocabulary(self.tokenizer, theirs, name, imitate)
 
     @property
     def sampler(self) -> Sampler:
