@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -479,12 +480,41 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """The turns of a completion that may call tools.
+
+    ``messages``: the turns after the prompt. ``calls``: for each call, its ``turn``, ``name``,
+    ``arguments`` and ``seconds``, the length of its result in characters, and its ``error``.
+    ``end``: ``answer`` (a turn without calls), ``turns`` or ``length`` (limits). ``prompt_ids``:
+    the tokens of the prompt, if the environment has added to those of the row. ``reward``: that of
+    the environment. ``error``: why the episode cannot be scored.
+    """
+
+    messages: tuple[Message, ...]
+    calls: tuple[Mapping[str, Any], ...] = ()
+    end: Literal["answer", "turns", "length"] = "answer"
+    prompt_ids: tuple[int, ...] = ()
+    reward: float | None = None
+    error: str = ""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Episode:
+        """The episode of ``dataclasses.asdict``, also after JSON."""
+        lists = ("messages", "calls", "prompt_ids")
+        return cls(**{**record, **{name: tuple(record[name]) for name in lists}})
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled completion.
 
     ``tokens``: token ids, including the end-of-turn token if sampling ended with it. ``logps``:
     log-probability of each token (nats) in the distribution that it was sampled from. ``text``:
     without special tokens. ``stop``: why sampling ended. ``version``: of the policy.
+
+    With several turns, ``tokens`` are those of all turns, ``mask`` says which were sampled, and the
+    others, of results of tools, have the log-probability 0. ``text`` is that of the last assistant
+    turn, and ``episode`` has all turns.
 
     Further fields for rewards: ``prompt`` (text or chat messages) and ``tools`` as in the row;
     ``rendered``: the prompt as the model read it, with the chat template; ``info``: the other
@@ -507,6 +537,19 @@ class Completion:
     rendered: str = ""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: tuple[Mapping[str, Any], ...] = ()
+    mask: tuple[bool, ...] = ()
+    """For each token, whether it was sampled; empty: all were."""
+    episode: Episode | None = None
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """For each token, whether it was sampled."""
+        return self.mask or (True,) * len(self.tokens)
+
+    @property
+    def sampled_tokens(self) -> tuple[int, ...]:
+        """The tokens that were sampled."""
+        return tuple(compress(self.tokens, self.sampled))
 
 
 @dataclass(frozen=True, slots=True)

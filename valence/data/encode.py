@@ -32,6 +32,7 @@ from valence.data.template import (
     Piece,
     RenderedAnswer,
     RewrittenTurnError,
+    Tools,
     has_no_weight,
     renders_as_chat,
 )
@@ -96,6 +97,7 @@ class Encoder:
     max_length: longest prompt with its answer, in tokens. answers: how many of these are for
     answers that are still to come. teacher: how feedback enters the prompt of the teacher; None if
     the method has no teacher.
+    tools: those of chat prompts that have none of their own.
     long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids:
     tokens at which the model stops, by its generation config. Raises UserError for a template that
     is asked for and missing.
@@ -147,9 +149,10 @@ class Encoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Collection[int] = (),
         teacher: TeacherContext | None = None,
+        tools: Tools = (),
     ) -> None:
         self.tokenizer = tokenizer
-        self.teacher = teacher
+        self.teacher, self.tools = teacher, tuple(tools)
         self.max_length, self.answers = max_length - answers, answers
         self.long_rows: LongRows = long_rows
         self.train_on = train_on
@@ -177,6 +180,7 @@ class Encoder:
             "chat_template_kwargs": self.template.kwargs,
             "stop_ids": self.stop_ids,
             **({"teacher": repr(self.teacher)} if self.teacher else {}),
+            **({"tools": self.tools} if self.tools else {}),
         }
 
     @cached_property
@@ -222,6 +226,21 @@ class Encoder:
         """A prompt and its answers; transcripts as text if no chat template is used."""
         texts = [c.transcript if isinstance(c, Chat) else None for c in contents]
         return contents if self.as_chat or None in texts else [t for t in texts if t is not None]
+
+    def chat_of(self, prompt: Content) -> Chat:
+        """A prompt as the chat that it is encoded as. Raises UserError if it is none."""
+        [content] = self.rendered_as(prompt)
+        content = self._form(content)
+        if isinstance(content, Chat):
+            return content
+        kind = "token ids" if isinstance(content, Ids) else "plain text"
+        raise UserError(
+            f"tools need prompts that are chats, and this one is {kind}",
+            code="tools-need-chat",
+            where="rollout.tools",
+            fix="use a model with a chat template, or set data.chat_template: chatml, and write "
+            "prompts as text or as chat messages",
+        )
 
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
@@ -334,6 +353,8 @@ class Encoder:
 
         Raises RowError for text that already holds the template's markup.
         """
+        if isinstance(prompt, Chat) and self.tools and not prompt.tools:
+            return replace(prompt, tools=self.tools)
         if not isinstance(prompt, str):
             return prompt
         answered_by_chat = any(isinstance(c, Chat) for c in completions)
@@ -349,7 +370,7 @@ class Encoder:
                 else "if the chat template is already applied to the rows, set data.as_chat: "
                 f"false; otherwise remove {marker} from the prompt",
             )
-        return _turns(prompt, "user")
+        return replace(_turns(prompt, "user"), tools=self.tools)
 
     def _tokens(
         self,

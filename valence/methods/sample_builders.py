@@ -8,9 +8,10 @@ settings in the recipe's ``loss`` section of the methods that use it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from itertools import compress
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -71,7 +72,10 @@ class RolloutGroup:
             prompt_mask=self.prompt.prompt_mask,
             answers=tuple(
                 TokenizedCompletion(
-                    a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", token_columns
+                    a.tokens,
+                    (False,) * len(a.tokens) if masked else a.sampled,
+                    a.stop == "eos",
+                    token_columns,
                 )
                 for a in answers
             ),
@@ -331,7 +335,7 @@ class AdvantageBuilder(SampleBuilder):
         inputs = {name: value for name, value in _tensors(round).items() if name in self.reads}
         result = self.fn(**inputs, **{name: settings[name] for name in self.settings})
         advantages: dict[str, Tensor] = result if isinstance(result, dict) else {"adv": result}
-        lengths = [len(answer.tokens) for group in round for answer in group.answers]
+        lengths = [sum(answer.sampled) for group in round for answer in group.answers]
         per_answer = {name: iter(values.split(lengths)) for name, values in advantages.items()}
         examples: list[TokenizedExample] = []
         for group in round:
@@ -342,7 +346,10 @@ class AdvantageBuilder(SampleBuilder):
                     columns["sampler"] = answer.logps
                 if group.columns:
                     columns |= group.columns[i]
-                columns |= {name: tuple(next(part).tolist()) for name, part in per_answer.items()}
+                columns |= {
+                    name: per_token(answer, next(part).tolist())
+                    for name, part in per_answer.items()
+                }
                 masked = rollout.mask_truncated and answer.stop == "length"
                 examples.append(
                     group.unit("scored", i, scores=(reward,), columns=columns, masked=masked)
@@ -350,13 +357,21 @@ class AdvantageBuilder(SampleBuilder):
         return examples
 
 
+def per_token(answer: Completion, values: Iterable[float]) -> tuple[float, ...]:
+    """A column of a completion from the values of its sampled tokens: 0 for the others, which no
+    loss reads."""
+    remaining = iter(values)
+    return tuple(next(remaining) if is_sampled else 0.0 for is_sampled in answer.sampled)
+
+
 def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
-    """The inputs of an advantage function, for S completions with N tokens in their order:
+    """The inputs of an advantage function, for S completions with N sampled tokens in their order:
     reward[S], group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured.
     """
     import torch
 
-    lengths = torch.tensor([len(answer.tokens) for group in round for answer in group.answers])
+    answers = [answer for group in round for answer in group.answers]
+    lengths = torch.tensor([sum(answer.sampled) for answer in answers])
     rewards = [reward for group in round for reward in group.rewards]
     tensors = {
         "reward": torch.tensor(rewards, dtype=torch.float64),
@@ -366,7 +381,9 @@ def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
     for name in ("old", "ref", "value"):
         values = [columns.get(name) for group in round for columns in group.columns]
         if values and None not in values:
+            sampled = zip(values, answers, strict=True)
             tensors[f"{name}_t"] = torch.tensor(
-                [value for column in values for value in column or ()], dtype=torch.float64
+                [x for column, answer in sampled for x in compress(column or (), answer.sampled)],
+                dtype=torch.float64,
             )
     return tensors

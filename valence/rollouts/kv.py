@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 GROWTH = 64
@@ -48,6 +49,18 @@ class PreallocatedLayer(DynamicLayer):
             _allocate(part[indices].to(self.dtype), capacity) for part in (layer.keys, layer.values)
         ]
         self.keys, self.values = self.parts
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[Tensor, Tensor]]) -> PreallocatedLayer:
+        """A layer of the keys and values [heads, tokens, width] of several rows. The last tokens
+        are aligned; the shorter rows are padded with zeros on the left."""
+        tokens = max(keys.shape[1] for keys, _ in rows)
+        layer = DynamicLayer()
+        layer.keys, layer.values = (
+            torch.stack([pad(part, (0, 0, tokens - part.shape[1], 0)) for part in parts])
+            for parts in zip(*rows, strict=True)
+        )
+        return cls(layer, torch.arange(len(rows), device=layer.keys.device))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:

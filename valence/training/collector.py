@@ -20,7 +20,7 @@ from valence.config.needs import read_of_tokens
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, out_of_memory
 from valence.losses.policy import k1, k3
-from valence.methods.sample_builders import RolloutGroup
+from valence.methods.sample_builders import RolloutGroup, per_token
 from valence.models.reference import tempered
 from valence.reports.console import Progress
 from valence.rewards.build import digests
@@ -38,6 +38,7 @@ from valence.training.state import TrainState
 from valence.types import (
     Chat,
     Completion,
+    Episode,
     Mean,
     MicroBatch,
     Origin,
@@ -453,7 +454,8 @@ class Collector:
         return present
 
     def _from_record(self, prompt: RolloutPrompt, index: int, *record: Any) -> Completion:
-        tokens, logps, text, stop, version, versions = record
+        tokens, logps, text, stop, version, versions, *more = record
+        mask, episode = more or ((), None)  # records of earlier versions have neither
         tokenizer = self._prepared.tokenizer
         [content] = self._prepared.encoder.rendered_as(prompt.row.prompt)
         return Completion(
@@ -469,6 +471,8 @@ class Collector:
             rendered=str(tokenizer.decode(list(prompt.example.prompt_ids))),
             info=prompt.row.info,
             tools=content.tools if isinstance(content, Chat) else (),
+            mask=tuple(mask),
+            episode=None if episode is None else Episode.from_record(episode),
         )
 
     # Scoring
@@ -627,7 +631,7 @@ class Collector:
                 for name, value in score.parts.items():
                     tally.add(f"reward/{name}", [value])
         tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
-        shares = (distinct_4grams(c.tokens) for c in completions)
+        shares = (distinct_4grams(c.sampled_tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])
         num_failed = len(completions) - len(scores)
@@ -656,7 +660,13 @@ class Collector:
             columns = [values | {"ref": values["old"]} for values in columns]
         remaining = iter(columns)
         return [
-            replace(group, columns=tuple(next(remaining) for _ in group.answers))
+            replace(
+                group,
+                columns=tuple(
+                    {name: per_token(a, values) for name, values in next(remaining).items()}
+                    for a in group.answers
+                ),
+            )
             for group in groups
         ]
 
@@ -832,12 +842,13 @@ def _split_by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
 def _to_records(groups: Sequence[Sequence[Completion]]) -> list[list[list[Any]]]:
     """Completions in a form that processes can exchange."""
     return [
-        [
-            [list(c.tokens), list(c.logps), c.text, c.stop, c.version, list(c.versions)]
-            for c in group
-        ]
-        for group in groups
+        [[list(c.tokens), list(c.logps), *_rest_of_record(c)] for c in group] for group in groups
     ]
+
+
+def _rest_of_record(c: Completion) -> list[Any]:
+    episode = None if c.episode is None else asdict(c.episode)
+    return [c.text, c.stop, c.version, list(c.versions), list(c.mask), episode]
 
 
 def _result(work: Future[Any]) -> Any:
@@ -852,7 +863,7 @@ PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weigh
 def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
     """Pack the tokens, columns and other fields of examples.
 
-    Prompts are outside the loss mask; a completion is entirely inside or outside it.
+    Prompts are outside the loss mask.
     """
     answers = [answer for unit in units for answer in unit.answers]
     columns: dict[str, list[float]] = {}
@@ -870,7 +881,7 @@ def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
         "teacher_lengths": [len(unit.teacher_ids) for unit in units],
         "teacher_tokens": torch.tensor([i for unit in units for i in unit.teacher_ids]).long(),
         "complete": [answer.complete for answer in answers],
-        "masked": [not any(answer.mask) for answer in answers],
+        "mask": torch.tensor([is_read for answer in answers for is_read in answer.mask]).bool(),
         "tokens": torch.tensor(
             [
                 i
@@ -895,12 +906,12 @@ def packed_completions(groups: Sequence[Sequence[Completion]]) -> dict[str, Any]
         "logps": torch.tensor(
             [logp for completion in flat for logp in completion.logps], dtype=torch.float64
         ),
-        "rest": [[c.text, c.stop, c.version, list(c.versions)] for c in flat],
+        "rest": [_rest_of_record(c) for c in flat],
     }
 
 
 def unpacked_records(state: Mapping[str, Any]) -> list[list[list[Any]]]:
-    """For each prompt, its completions: tokens, logps, text, stop, version and versions."""
+    """For each prompt, its completions as records (see ``_to_records``)."""
     lengths = state["lengths"]
     tokens, logps = state["tokens"].split(lengths), state["logps"].split(lengths)
     records = iter(
@@ -914,8 +925,14 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
     """Restore the examples that ``packed`` packed."""
     tokens = iter(state["tokens"].split([n for lengths in state["lengths"] for n in lengths]))
     complete = iter(state["complete"])
-    masked = iter(state["masked"])
     sizes = [n for _, *lengths in state["lengths"] for n in lengths]
+    if "mask" in state:
+        masks = iter(state["mask"].split(sizes))
+    else:  # of an earlier version, in which a completion was entirely inside or outside of it
+        masks = iter(
+            torch.full((n,), not is_masked)
+            for n, is_masked in zip(sizes, state["masked"], strict=True)
+        )
     columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
     teacher_lengths = state.get("teacher_lengths") or [0] * len(state["rows"])
     teacher_tokens = state.get("teacher_tokens", torch.zeros(0)).long()
@@ -926,11 +943,11 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
         answers = [
             TokenizedCompletion(
                 tuple(next(tokens).tolist()),
-                (not next(masked),) * n,
+                tuple(next(masks).tolist()),
                 next(complete),
                 tuple((name, tuple(next(values).tolist())) for name, values in columns.items()),
             )
-            for n in lengths
+            for _ in lengths
         ]
         plain = {name: row[name] for name in PLAIN} | {
             "scores": tuple(row["scores"]),
