@@ -78,7 +78,7 @@ class Case:
 
 def issues(case: Case) -> Iterator[Issue]:
     """Everything that several sections, the method or files show to be wrong."""
-    sections = _model, _reference, _teacher, _data, _losses, _train, _eval, _rollout, _server, _run
+    sections = _model, _reference, _teacher, _data, _losses, _train, _eval, _rollout, _tools, _server, _run
     for check in sections:
         yield from check(case)
 
@@ -483,6 +483,39 @@ def _rollout(c: Case) -> Iterator[Issue]:
             "but rollout.top_p below 1 samples from a part of it",
             "set rollout.top_p: 1, or use the method rejection, online_dpo or online_kto",
         )
+
+
+SPLIT_WEIGHTS = (
+    "with weights that are split over processes, hf samples in all of them together, and each "
+    "would call the tools",
+    "set it to vllm, or let each process hold the whole model (parallel.shard: off)",
+)
+"""Why tools need a server, and the fix."""
+
+
+def _tools(c: Case) -> Iterator[Issue]:
+    """The tools of an online run."""
+    rollout = c.recipe.rollout
+    if not c.method.online:
+        return
+    if not rollout.has_tools:
+        yield no_effect(
+            "rollout.max_turns",
+            "rollout.tool_timeout",
+            "rollout.tool_output",
+            why="there are no tools",
+            fix="set rollout.tools or rollout.environment",
+        )
+        return
+    if rollout.engine not in ("hf", "vllm"):
+        yield conflict(
+            "rollout.engine",
+            f"{rollout.engine} samples one turn, and tools need several",
+            "set it to hf or vllm, or remove rollout.tools and rollout.environment",
+        )
+    parallel = c.recipe.parallel
+    if rollout.engine == "hf" and (parallel.shard == "full" or parallel.tensor > 1):
+        yield conflict("rollout.engine", *SPLIT_WEIGHTS)
 
 
 def _server(c: Case) -> Iterator[Issue]:

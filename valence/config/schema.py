@@ -768,7 +768,7 @@ class Rollout(Section):
     steps: PositiveInt = 1
     """Optimizer steps per pass, which share the prompts of the round."""
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
-    """Maximum tokens per completion."""
+    """Maximum tokens per completion, with the results of tools."""
     temperature: PositiveFloat = 1.0
     """Divides the logits, also in training for methods with a ratio of probabilities."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -800,6 +800,24 @@ class Rollout(Section):
     if the loss reads it anyway, or if reference.model is set. true: always, with a copy of the
     model in memory if needed.
     """
+    tools: list[Text] | Text | None = None
+    """Functions that the policy may call (`package.module:function`), with type hints and a
+    docstring. Completions may then have several turns (`valence docs tools`).
+    """
+    environment: Text | None = None
+    """A class whose public methods are tools (`package.module:Class`). Each completion has its own
+    object of it.
+
+    `reset` gets the columns of the row, and may return a text to append to the prompt. `get_reward`
+    is optional; the reward is then `environment`, if no other is set.
+    """
+    max_turns: PositiveInt = 8
+    """With tools: most turns of the policy in a completion. The calls of the last one are not made.
+    """
+    tool_timeout: PositiveFloat = 30.0
+    """With tools: seconds per call."""
+    tool_output: PositiveInt = 10_000
+    """With tools: most characters of a result; the rest is cut."""
     engine: Text = "hf"
     """hf (this process), vllm (a server that receives the weights), openai (a server with OpenAI's
     completions API and fixed weights), or a plugin: a name or import path.
@@ -866,6 +884,15 @@ class Rollout(Section):
     def steps_per_round(self) -> int:
         """Optimizer steps of a whole round."""
         return self.num_epochs * self.steps
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions that are tools."""
+        return [self.tools] if isinstance(self.tools, str) else self.tools or []
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.functions) or self.environment is not None
 
     @property
     def uses_server(self) -> bool:

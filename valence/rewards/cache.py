@@ -200,6 +200,7 @@ class CachedReward:
 
 def cache_key(completion: Completion) -> str | None:
     """A hash of everything in a completion that a reward may read; None if it is not JSON."""
+    episode = completion.episode
     content = {
         "prompt": completion.prompt,
         "rendered": completion.rendered,
@@ -208,6 +209,7 @@ def cache_key(completion: Completion) -> str | None:
         "stop": completion.stop,
         "info": completion.info,
         **({"tools": completion.tools} if completion.tools else {}),
+        **({"turns": [episode.messages, episode.reward]} if episode else {}),
     }
     try:
         return digest(content)

@@ -16,7 +16,7 @@ from valence.errors import UserError, field_problem
 from valence.rewards.calls import RewardError
 from valence.rewards.settings import did_you_mean
 from valence.rewards.threads import Background, TimedOut, in_thread
-from valence.types import Completion, Score
+from valence.types import Completion, Message, Score
 from valence.user_code.attempt import Raised, attempt, describe, describe_error
 from valence.user_code.load import (
     definition_place,
@@ -265,9 +265,17 @@ def isolate(completions: Sequence[Completion]) -> list[Completion]:
             prompt=copy.deepcopy(c.prompt),
             info=copy.deepcopy(dict(c.info)),
             tools=copy.deepcopy(c.tools),
+            episode=copy.deepcopy(c.episode),
         )
         for c in completions
     ]
+
+
+def turns_of(completion: Completion) -> Sequence[Message]:
+    """The turns of a completion of a chat."""
+    if completion.episode is not None:
+        return completion.episode.messages
+    return [{"role": "assistant", "content": completion.text}]
 
 
 def trl_columns(completions: Sequence[Completion]) -> Columns:
@@ -284,7 +292,7 @@ def trl_columns(completions: Sequence[Completion]) -> Columns:
             for c in completions
         ],
         "completions": [
-            c.text if isinstance(c.prompt, str) else [{"role": "assistant", "content": c.text}]
+            c.text if isinstance(c.prompt, str) else [dict(message) for message in turns_of(c)]
             for c in completions
         ],
         "completion_ids": [list(c.tokens) for c in completions],

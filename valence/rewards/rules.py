@@ -259,6 +259,21 @@ def zero() -> Rule:
     return lambda completion: 0.0
 
 
+def environment() -> Rule:
+    """The reward that `get_reward` of the environment returns (`rollout.environment`)."""
+
+    def rule(completion: Completion) -> float:
+        episode = completion.episode
+        if episode is None or episode.reward is None:
+            raise UnscoredError(
+                "the completion has no reward of an environment: set rollout.environment to a "
+                "class with get_reward"
+            )
+        return episode.reward
+
+    return rule
+
+
 RULES: dict[str, Callable[..., Rule]] = {
     "exact_match": exact_match,
     "contains": contains,
@@ -269,6 +284,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "vader": vader,
     "refusal": refusal,
     "zero": zero,
+    "environment": environment,
 }
 """Rules by name. Their keyword-only parameters are the settings."""
 

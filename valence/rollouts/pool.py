@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
@@ -33,9 +33,25 @@ Admit = Callable[[ServerClient], Any]
 """Prepares a server for requests, in a thread. Its value is passed to the functions below."""
 MakeBody = Callable[[int, Any], object]
 """Makes the request of a position for an admitted server."""
-HandleReply = Callable[[int, Any, Any], object]
+HandleReply = Callable[[int, Any, Any], Coroutine[Any, Any, bool] | None]
 """Receives a position, its reply, and the value of the server's admission. May raise ServerLost:
-the request is repeated."""
+the request is repeated. May return a coroutine that says whether the position has another request.
+"""
+
+
+class Steps(Protocol):
+    """Work of each position before its first request, and between its requests.
+
+    It runs in the event loop of the requests.
+    """
+
+    async def start(self, position: int) -> bool:
+        """Returns whether the position has a request."""
+        ...
+
+    async def close(self) -> None:
+        """Called at the end, also after an error."""
+        ...
 
 
 def admit_unprepared(client: ServerClient) -> ServerClient:
@@ -241,16 +257,18 @@ class ServerPool:
         handle: HandleReply,
         concurrency: int,
         admit: Admit = admit_unprepared,
+        steps: Steps | None = None,
     ) -> None:
         """Post a request for every position until all are handled.
 
         A request goes to the admitted server with the fewest requests in progress, the first of
         them in the order of the addresses. concurrency: maximum per server. admit: called before
-        the first request to a server, and again each time that it was lost.
+        the first request to a server, and again each time that it was lost. steps: a position is
+        posted after its ``start``.
 
         Raises UserError when no server is left, or when waiting is useless.
         """
-        run(self._post_all(route, positions, make_body, handle, concurrency, admit))
+        run(self._post_all(route, positions, make_body, handle, concurrency, admit, steps))
 
     async def _post_all(
         self,
@@ -260,8 +278,10 @@ class ServerPool:
         handle: HandleReply,
         concurrency: int,
         admit: Admit,
+        steps: Steps | None,
     ) -> None:
-        waiting = deque(positions)
+        waiting = deque(() if steps else positions)
+        between: dict[asyncio.Task[bool], int] = {}
         async with contextlib.AsyncExitStack() as stack:
             members = [
                 PoolMember(client, await stack.enter_async_context(client.connect()))
@@ -281,22 +301,29 @@ class ServerPool:
                 return task
 
             try:
+                if steps:
+                    between |= {start(steps.start(position)): position for position in positions}
                 for member in members:
                     member.admission = start(self._admit(member, admit))
                 for member in members:  # so that the first one does not get all requests
                     if member.client not in self.lost:
                         await member.was_tried.wait()
-                while waiting or any(member.requests for member in members):
+                while waiting or between or any(member.requests for member in members):
                     self._settle_admissions(members)
+                    for step in [step for step in between if step.done()]:
+                        position = between.pop(step)
+                        waiting += [position] if step.result() else []
                     while waiting and (member := choose_member(members, concurrency)):
                         position = waiting.popleft()
                         body = make_body(position, member.admission.result())  # type: ignore[union-attr]
                         request = start(member.client.post_async(member.http, route, body))
                         member.requests[request] = position
                     pending = [task for member in members for task in in_progress(member)]
-                    await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([*pending, *between], return_when=asyncio.FIRST_COMPLETED)
                     for member in members:
-                        if error := self._handle_replies(member, handle):
+                        error, following = self._handle_replies(member, handle)
+                        between |= {start(work): position for position, work in following}
+                        if error:
                             waiting.extendleft(sorted(member.requests.values(), reverse=True))
                             for request in member.requests:
                                 request.cancel()
@@ -304,6 +331,8 @@ class ServerPool:
                             member.admission = start(self._admit(member, admit, error))
             finally:
                 await cancel(tasks)
+                if steps:
+                    await steps.close()
 
     async def _admit(self, member: PoolMember, admit: Admit, error: Exception | None = None) -> Any:
         """Prepare a server for requests. error: why it was lost. Raises ServerGone."""
@@ -341,20 +370,25 @@ class ServerPool:
         if len(gone) == len(members):
             raise self._all_gone(gone)
 
-    def _handle_replies(self, member: PoolMember, handle: HandleReply) -> Exception | None:
-        """Handle the replies that have arrived. Returns why the server is lost, if it is."""
+    def _handle_replies(
+        self, member: PoolMember, handle: HandleReply
+    ) -> tuple[Exception | None, list[tuple[int, Coroutine[Any, Any, bool]]]]:
+        """Handle the replies that have arrived. Returns why the server is lost, if it is, and the
+        work that follows replies."""
         loss: Exception | None = None
+        following: list[tuple[int, Coroutine[Any, Any, bool]]] = []
         for request in [request for request in member.requests if request.done()]:
             try:
-                reply = request.result()
-                handle(member.requests[request], reply, member.admission.result())  # type: ignore[union-attr]
+                reply, position = request.result(), member.requests[request]
+                work = handle(position, reply, member.admission.result())  # type: ignore[union-attr]
             except (ServerLost, ServerHangs) as error:
                 loss = loss or self._tolerate(error)
             else:
                 del member.requests[request]
                 member.num_losses = 0
+                following += [] if work is None else [(position, work)]
         member.num_losses += loss is not None
-        return loss
+        return loss, following
 
 
 def choose_member(members: Sequence[PoolMember], concurrency: int) -> PoolMember | None:

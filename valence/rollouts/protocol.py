@@ -94,6 +94,42 @@ def completion_seed(seed: int, position: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{position}".encode()).digest()[:8]) >> 2
 
 
+class TurnByTurn(Protocol):
+    """A completion that is sampled turn by turn. position, index: see ``completion_seed``."""
+
+    position: int
+    index: int
+    num_turns: int
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens before the next turn."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens may follow."""
+        ...
+
+    async def start(self) -> bool:
+        """Prepare it. Returns whether a turn is to be sampled."""
+        ...
+
+    async def take_turn(
+        self, tokens: Sequence[int], logps: Sequence[float], versions: Sequence[int] = ()
+    ) -> bool:
+        """Add a turn. Returns whether another one is to be sampled."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def turn_seed(seed: int, item: TurnByTurn) -> int:
+    """The seed of the next turn on a server."""
+    place = f"{item.position}/{item.index}/{item.num_turns}"
+    return int.from_bytes(hashlib.sha256(f"{seed}/{place}".encode()).digest()[:8]) >> 2
+
+
 def ignore_progress(num_completions: int) -> None:
     """The default of ``progress``."""
 

@@ -8,11 +8,12 @@ each reply the label is read; a server without the newest weights receives them 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +24,16 @@ import torch
 
 from valence.errors import UserError
 from valence.rollouts.client import RequestRefused, ServerClient, ServerLost, ignore_message
-from valence.rollouts.pool import ServerPool
+from valence.rollouts.pool import ServerPool, Steps
 from valence.rollouts.protocol import (
     Named,
     Pair,
     Sampling,
+    TurnByTurn,
     check_request,
     completion_seed,
     ignore_progress,
+    turn_seed,
 )
 from valence.rollouts.transports import PREFIX, WeightTransfer, narrow
 from valence.types import Completion, Ids, content_id
@@ -169,15 +172,57 @@ class VLLMGenerator:
             completions[i] = self._completions(prompts[i], n, reply, server)
             progress(n)
 
-        is_plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1
         self._post_all(
             range(len(prompts)),
             make_body,
             handle,
             max(1, self.concurrency // n),
-            needs_processed_logps=not is_plain,
+            needs_processed_logps=not is_plain(sampling),
         )
         return [completions[i] for i in range(len(prompts))]
+
+    def sample_turns(
+        self,
+        items: Sequence[TurnByTurn],
+        sampling: Sampling,
+        *,
+        progress: Callable[[int], None] = ignore_progress,
+    ) -> None:
+        """Sample completions turn by turn, independently of each other. Errors as ``generate``."""
+
+        class Started:
+            async def start(self, position: int) -> bool:
+                return await follow(items[position].start())
+
+            async def close(self) -> None:
+                await asyncio.gather(*(item.close() for item in items), return_exceptions=True)
+
+        async def follow(work: Coroutine[Any, Any, bool]) -> bool:
+            has_more = await work
+            progress(0 if has_more else 1)
+            return has_more
+
+        def make_body(i: int) -> dict[str, Any]:
+            item = items[i]
+            parameters = self._parameters(1, sampling, 0) | {
+                "seed": turn_seed(sampling.seed, item),
+                "max_tokens": item.num_left,
+            }
+            return {"token_ids": item.context, "sampling_params": parameters}
+
+        def handle(i: int, reply: Any, server: AdmittedServer) -> Coroutine[Any, Any, bool]:
+            [turn] = self._completions(items[i].context, 1, reply, server)
+            versions = turn.versions or (turn.version,) * len(turn.tokens)
+            return follow(items[i].take_turn(turn.tokens, turn.logps, versions))
+
+        self._post_all(
+            range(len(items)),
+            make_body,
+            handle,
+            self.concurrency,
+            needs_processed_logps=not is_plain(sampling),
+            steps=Started(),
+        )
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
         """The server's log-probability of each token of each completion (nats) at temperature 1,
@@ -366,10 +411,11 @@ class VLLMGenerator:
         self,
         positions: Sequence[int],
         make_body: Callable[[int], dict[str, Any]],
-        handle: Callable[[int, Any, AdmittedServer], None],
+        handle: Callable[[int, Any, AdmittedServer], Coroutine[Any, Any, bool] | None],
         concurrency: int,
         *,
         needs_processed_logps: bool = False,
+        steps: Steps | None = None,
     ) -> None:
         """Post a request for every position. ``handle`` also receives the server that replied."""
 
@@ -387,7 +433,13 @@ class VLLMGenerator:
             handle,
             concurrency,
             admit,
+            steps,
         )
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether log-probabilities are those at temperature 1 without top_p."""
+    return sampling.temperature in (0.0, 1.0) and sampling.top_p == 1
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from valence.config.needs import read_of_tokens
+from valence.config.rules import SPLIT_WEIGHTS
 from valence.distributed.process_group import Group, gather_objects
 from valence.errors import UserError, out_of_memory
 from valence.losses.policy import k1, k3
@@ -28,6 +30,7 @@ from valence.rewards.combine import Combined
 from valence.rewards.run import Stopped, close, score_all
 from valence.rollouts.protocol import Sampling
 from valence.training.engines import RolloutEngine
+from valence.training.episodes import EpisodeRun, episodes_of
 from valence.training.evaluate import Evaluation, as_text
 from valence.training.folder import Messages
 from valence.training.out_of_memory import MemoryRetry
@@ -224,6 +227,8 @@ class Collector:
         self._scorers.shutdown(cancel_futures=True)
         if "reward" in self.__dict__:
             close(self.reward)
+        if self._prepared.tool_use is not None:
+            self._prepared.tool_use.tools.close()
 
     # Sampling
 
@@ -263,9 +268,15 @@ class Collector:
                 self._convert_errors(engine),
                 self._unless_stopped(),
             ):
+                sampling = self._sampling(seed)
                 completions = (
                     engine.generate(
-                        token_ids, n, self._sampling(seed), first=local.start, progress=advance
+                        token_ids,
+                        n,
+                        sampling,
+                        first=local.start,
+                        progress=advance,
+                        episodes=self._episodes([prompts[k] for k in local], n, sampling, local),
                     )
                     if local
                     else []
@@ -296,7 +307,10 @@ class Collector:
         n, sampling = self._rollout.num_rollouts, self._sampling(queued.seed)
         with self.engine.phase("sending weights"):
             if self._world.rank == 0:
-                queued.sampling = self.engine.begin(token_ids, n, sampling, queued.advance)
+                episodes = self._episodes(queued.prompts, n, sampling, range(len(token_ids)))
+                queued.sampling = self.engine.begin(
+                    token_ids, n, sampling, queued.advance, episodes
+                )
         self.begin_scoring(queued)
 
     def begin_scoring(self, queued: QueuedRound) -> None:
@@ -384,6 +398,22 @@ class Collector:
             queued.set_scores(scores)
 
     # Sampling parameters and errors
+
+    def _episodes(
+        self,
+        prompts: Sequence[RolloutPrompt],
+        n: int,
+        sampling: Sampling,
+        positions: Sequence[int],
+    ) -> list[EpisodeRun]:
+        """With tools, n episodes of each prompt; else none."""
+        use = self._prepared.tool_use
+        if use is None:
+            return []
+        if self._state.has_split_weights and self._rollout.engine == "hf":
+            problem, fix = SPLIT_WEIGHTS
+            raise UserError(problem, code="setting-conflict", where="rollout.engine", fix=fix)
+        return episodes_of(use, [prompt.row for prompt in prompts], n, sampling, positions)
 
     def _sampling(self, seed: int) -> Sampling:
         rollout = self._rollout
@@ -506,8 +536,7 @@ class Collector:
         # A server that returns text alone may return a completion without tokens, which cannot
         # become more or less likely.
         scores = [
-            score if completion.tokens else EMPTY_COMPLETION
-            for completion, score in zip(flat, scores, strict=True)
+            _score_of(completion, score) for completion, score in zip(flat, scores, strict=True)
         ]
         self._check_failures(scores, tally)
         remaining = iter(scores)
@@ -589,6 +618,8 @@ class Collector:
             score = None if self._prepared.recipe.is_unrewarded else scores[0][0].value
             self.latest = text, completions[0][0].text, score
         for prompt, sampled, scored in zip(prompts, completions, scores, strict=True):
+            lengths = [len(completion.tokens) for completion in sampled]
+            example, sampled = with_prompts(prompt.example, sampled)
             places = [i for i, score in enumerate(scored) if score.value is not None]
             if len(places) < len(sampled) and self._rollout.on_failure == "drop_group":
                 places = []
@@ -596,12 +627,12 @@ class Collector:
             self._count(sampled, [scored[i] for i in places], rewards, tally)
             if places:
                 shaped = tuple(
-                    reward - self._overlong_penalty(len(sampled[i].tokens))
+                    reward - self._overlong_penalty(lengths[i])
                     for i, reward in zip(places, rewards, strict=True)
                 )
                 answers = tuple(sampled[i] for i in places)
                 feedback = tuple(scored[i].feedback for i in places)
-                groups.append(RolloutGroup(prompt.example, answers, shaped, feedback=feedback))
+                groups.append(RolloutGroup(example, answers, shaped, feedback=feedback))
         if not self._prepared.recipe.is_unrewarded:
             tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
@@ -634,6 +665,14 @@ class Collector:
         shares = (distinct_4grams(c.sampled_tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])
+        episodes = [c.episode for c in completions if c.episode is not None]
+        if episodes:
+            calls = [call for episode in episodes for call in episode.calls]
+            num_turns = [sum(m["role"] == "assistant" for m in e.messages) for e in episodes]
+            tally.add("rollout/turns", [float(n) for n in num_turns])
+            tally.add("rollout/tool_calls", [float(len(e.calls)) for e in episodes])
+            tally.add("rollout/tool_errors", [float(bool(call["error"])) for call in calls])
+            tally.add("rollout/max_turns", [float(e.end == "turns") for e in episodes])
         num_failed = len(completions) - len(scores)
         tally.add("rollout/failed", [0.0] * len(scores) + [1.0] * num_failed)
 
@@ -813,6 +852,44 @@ class Collector:
             "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
             "completion": completion.text,
         }
+
+
+def _score_of(completion: Completion, score: Score) -> Score:
+    """The score of a completion; one that failed if the completion cannot have any."""
+    if completion.episode is not None and completion.episode.error:
+        return Score(None, error=completion.episode.error)
+    return score if completion.tokens else EMPTY_COMPLETION
+
+
+def with_prompts(
+    example: TokenizedExample, completions: Sequence[Completion]
+) -> tuple[TokenizedExample, list[Completion]]:
+    """The prompt of a row, and its completions, if an environment has added to the prompts.
+
+    The prompt becomes what all prompts begin with. The other tokens of each prompt become the
+    beginning of its completion, which no loss reads.
+    """
+    prompts = [
+        (c.episode.prompt_ids if c.episode else ()) or example.prompt_ids for c in completions
+    ]
+    if set(prompts) <= {example.prompt_ids}:
+        return example, list(completions)
+    shared = len(commonprefix(prompts))
+    example = replace(
+        example, prompt_ids=prompts[0][:shared], prompt_mask=(False,) * shared
+    )
+    extended: list[Completion] = []
+    for completion, prompt in zip(completions, prompts, strict=True):
+        rest = prompt[shared:]
+        extended.append(
+            replace(
+                completion,
+                tokens=rest + completion.tokens,
+                logps=(0.0,) * len(rest) + completion.logps if completion.logps else (),
+                mask=(False,) * len(rest) + completion.sampled,
+            )
+        )
+    return example, extended
 
 
 def distinct_4grams(tokens: Sequence[int]) -> float | None:

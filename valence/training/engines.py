@@ -29,6 +29,7 @@ from valence.rollouts.protocol import Named, Pair, Served
 from valence.rollouts.servers import Placement, Server, absolute_model, place_server
 from valence.rollouts.transports import narrow
 from valence.rollouts.vllm import VLLMGenerator
+from valence.training.episodes import EpisodeRun, completions_of
 from valence.training.folder import Messages
 from valence.training.model_files import gather_adapter
 from valence.training.prepare import Prepared
@@ -69,9 +70,11 @@ class RolloutEngine(Protocol):
         *,
         first: int,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun] = (),
     ) -> Completions:
         """Return n completions of each prompt. first: the position of the first prompt in its
         round. progress: called with the number of completions that have ended since the last call.
+        episodes: with tools, n of each prompt, whose turns are sampled.
         """
         ...
 
@@ -81,6 +84,7 @@ class RolloutEngine(Protocol):
         n: int,
         sampling: Sampling,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun] = (),
     ) -> Future[Completions]:
         """Start to sample in the background, after what was begun earlier.
 
@@ -153,11 +157,12 @@ class ServerEngine:
         *,
         first: int,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun] = (),
     ) -> Completions:
         assert first == 0
         with self._awake():
             self._sync(sampling)
-            return self._generate(prompts, n, sampling, progress)
+            return self._generate(prompts, n, sampling, progress, episodes)
 
     def begin(
         self,
@@ -165,6 +170,7 @@ class ServerEngine:
         n: int,
         sampling: Sampling,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun] = (),
     ) -> Future[Completions]:
         self._sync(sampling)
 
@@ -173,7 +179,7 @@ class ServerEngine:
                 raise CancelledError
             progress(count)
 
-        return self._thread.submit(self._generate, prompts, n, sampling, advance)
+        return self._thread.submit(self._generate, prompts, n, sampling, advance, episodes)
 
     def _generate(
         self,
@@ -181,8 +187,14 @@ class ServerEngine:
         n: int,
         sampling: Sampling,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun],
     ) -> Completions:
         """Sample. What a plugin returns is checked, and marked with the step of its weights."""
+        if episodes:
+            assert isinstance(self.generator, VLLMGenerator)
+            version = self.generator.version
+            self.generator.sample_turns(episodes, sampling, progress=progress)
+            return completions_of(episodes, n, version)
         if not self.rollout.uses_plugin:
             return self.generator.generate(prompts, n, sampling, progress=progress)
         result = attempt(lambda: self.generator.generate(prompts, n, sampling, progress=progress))

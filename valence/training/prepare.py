@@ -130,6 +130,8 @@ class Prepared:
     corpora: Mapping[str, Corpus]
     has_rewards: bool = True
     """Whether the recipe's rewards may be imported and called."""
+    tool_use: ToolUse | None = None
+    """How the policy uses tools; None without tools."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -380,10 +382,13 @@ def prepare(
             "chat_template_kwargs": data.chat_template_kwargs,
             "stop_ids": _stop_ids(recipe, policy),
         }
+        tools = tools_of(recipe.rollout) if rewards and recipe.rollout.has_tools else None
+        encoder_options["tools"] = tools.schemas if tools is not None else ()
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
         encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
         encoder = _encoder_for(method, encoder, recipe)
+        tool_use = tools and ToolUse.of(encoder, tools, recipe.rollout.max_turns)
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -429,9 +434,21 @@ def prepare(
             corpora = {
                 name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()
             }
-        prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
+        prepared = Prepared(
+            source.recipe, source, method, encoder, corpora, rewards, tool_use
+        )
         _check(prepared, training=training)
         return prepared
+
+
+def tools_of(rollout: Rollout) -> Tools:
+    """The tools of a recipe. Raises UserError for one that cannot be imported or described."""
+    return Tools(
+        rollout.functions,
+        rollout.environment,
+        timeout=rollout.tool_timeout,
+        max_output=rollout.tool_output,
+    )
 
 
 def _read_list(

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from valence.data.encode import Encoder
 from valence.errors import UserError
 from valence.methods import Method
@@ -14,6 +16,7 @@ from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.hf import evaluating
 from valence.rollouts.protocol import ignore_progress
+from valence.training.episodes import EpisodeRun, completions_of, sample_episodes
 from valence.types import Completion
 
 if TYPE_CHECKING:
@@ -74,14 +77,28 @@ class PolicySampler:
         positions: Sequence[int] | None = None,
         progress: Callable[[int], None] = ignore_progress,
         on_completion: Callable[[int, Completion], None] | None = None,
+        episodes: Sequence[EpisodeRun] = (),
     ) -> list[list[Completion]]:
         """Return n completions of each prompt. first: the position of the first prompt, which
         random numbers depend on. progress: called with the number of completions that have ended
-        since the last call. positions, on_completion: see ``HFGenerator.generate``.
+        since the last call. positions, on_completion: see ``HFGenerator.generate``. episodes: with
+        tools, n of each prompt, whose turns are sampled.
 
         Raises FloatingPointError when the policy's logits are not finite.
         """
-        self.generator.version = self._version()
+        version = self.generator.version = self._version()
+        if episodes:
+            places = {id(episode): i // n for i, episode in enumerate(episodes)}
+
+            def report(episode: EpisodeRun) -> None:
+                if on_completion is not None:
+                    on_completion(places[id(episode)], episode.completion(version))
+
+            with self.policy.sampling(), torch.no_grad(), evaluating(self.generator.model):
+                sample_episodes(
+                    self.generator, episodes, sampling, progress=progress, on_end=report
+                )
+            return completions_of(episodes, n, version)
         with self.policy.sampling():
             return self.policy.with_gathered_weights(
                 lambda: self.generator.generate(
@@ -110,6 +127,7 @@ class PolicySampler:
         n: int,
         sampling: Sampling,
         progress: Callable[[int], None],
+        episodes: Sequence[EpisodeRun] = (),
     ) -> Future[list[list[Completion]]]:
         raise UserError(
             "rollout.engine: hf samples in the training process, which cannot sample during a step",

@@ -1,0 +1,415 @@
+"""Completions of several turns: the policy calls tools, and their results follow its turns.
+
+Token in, token out: what was sampled is never decoded and encoded again. Only what follows a turn,
+the results of tools as the chat template prints them, is tokenized and added to the tokens so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from valence.data.encode import Encoder
+from valence.data.template import Tools as Schemas
+from valence.data.tool_calls import CallFormat, call_format_of
+from valence.errors import UserError
+from valence.rollouts.hf import HFGenerator, uniforms
+from valence.rollouts.protocol import Sampling
+from valence.rollouts.tools import ToolError, Tools, ToolSession
+from valence.rollouts.turns import Conversation, TurnSampler
+from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
+
+PATIENCE = 2.0
+"""Seconds for which all episodes wait for the tools of some. A slower tool delays its own episode
+only; which episodes are then sampled together, and so the rounding of their log-probabilities,
+depends on time.
+"""
+
+End = Literal["answer", "turns", "length"]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How the policy uses tools.
+
+    encoder: of the prompts, with the schemas of the tools. max_turns: of the policy in an episode.
+    """
+
+    encoder: Encoder
+    tools: Tools
+    max_turns: int
+    calls: CallFormat
+
+    @classmethod
+    def of(cls, encoder: Encoder, tools: Tools, max_turns: int) -> ToolUse:
+        """Raises UserError if the chat template prints no tools, or no calls that are known."""
+        template, fix = encoder.template, (
+            "use a model whose chat template has tools, or set data.chat_template: chatml, whose "
+            "calls the model can learn from demonstrations"
+        )
+        calls = call_format_of(template.source(tools.schemas)) if template.exists else None
+        if calls is None or not template.reads_tools(tools.schemas):
+            raise UserError(
+                "the chat template prints no tools, so the model does not know them"
+                if template.exists
+                else "the tokenizer has no chat template, which tools need",
+                code="tools-need-template",
+                where="rollout.tools",
+                fix=fix,
+            )
+        return cls(encoder, tools, max_turns, calls)
+
+
+class EpisodeRun:
+    """One completion while its turns are sampled.
+
+    chat, row_ids: the prompt of its row. info: the other columns of the row. position, index: of
+    the prompt, and of the completion among those of the prompt. tokens, mask, logps: of everything
+    after the prompt. limit: most tokens of these.
+    """
+
+    def __init__(
+        self,
+        use: ToolUse,
+        chat: Chat,
+        row_ids: tuple[int, ...],
+        info: Mapping[str, Any],
+        *,
+        position: int,
+        index: int,
+        limit: int,
+    ) -> None:
+        self.use, self.chat, self.info = use, chat, info
+        self.position, self.index, self.limit = position, index, limit
+        self.row_ids = self.prompt_ids = row_ids
+        self.tokens: list[int] = []
+        self.mask: list[bool] = []
+        self.logps: list[float] = []
+        self.messages: list[Message] = []
+        self.calls: list[dict[str, Any]] = []
+        self.versions: list[int] = []
+        self.num_turns, self.text = 0, ""
+        self.end: End = "answer"
+        self.error, self.reward = "", None
+        self._session: ToolSession | None = None
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens before the next turn."""
+        return [*self.prompt_ids, *self.tokens]
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens may follow."""
+        return self.limit - len(self.tokens)
+
+    async def start(self) -> bool:
+        """Reset the environment, if there is one. Returns whether a turn is to be sampled."""
+        if self.use.tools.environment is None:
+            return True
+        try:
+            session = await self._opened()
+            text = await session.reset(self._row())
+        except ToolError as error:
+            self.error = f"reset of the environment failed: {error}"
+            await self.close()
+            return False
+        if text:
+            self._append_to_prompt(text)
+        return True
+
+    def _row(self) -> dict[str, Any]:
+        return {"prompt": [dict(message) for message in self.chat.messages], **self.info}
+
+    def _append_to_prompt(self, text: str) -> None:
+        """Append a text of the environment to the last user turn."""
+        messages = list(self.chat.messages)
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if last is None:
+            messages.append({"role": "user", "content": text})
+        else:
+            messages[last] = {**messages[last], "content": f"{messages[last]['content']}{text}"}
+        self.chat = replace(self.chat, messages=tuple(messages), transcript=None)
+        self.prompt_ids = self.use.encoder.encode_prompt(self.chat)
+
+    async def take_turn(
+        self, tokens: Sequence[int], logps: Sequence[float], versions: Sequence[int] = ()
+    ) -> bool:
+        """Add a turn that was sampled, and make its calls. Returns whether another turn follows."""
+        self._add(tokens, logps)
+        self.versions += versions
+        self.num_turns += 1
+        encoder = self.use.encoder
+        has_ended = tokens[-1] in encoder.end_ids
+        body = list(tokens[:-1] if has_ended else tokens)
+        self.text = str(encoder.tokenizer.decode(tokens, skip_special_tokens=True))
+        written = str(encoder.tokenizer.decode(body, skip_special_tokens=False))
+        turn = self.use.calls.parse(written, self.use.tools.schemas)
+        if not has_ended:
+            self.messages.append({"role": "assistant", "content": self.text})
+            return await self._finish("length")
+        self.messages.append(turn.message)
+        if not turn.calls and not turn.error:
+            return await self._finish("answer")
+        if self.num_turns == self.use.max_turns:
+            return await self._finish("turns")
+        results = [await self._call(call) for call in turn.calls] if not turn.error else []
+        if turn.error:
+            self._record("", {}, "malformed", 0.0, len(turn.error))
+            template = encoder.template
+            results = [template.answer_of_error(self._conversation, turn.error, self._schemas)]
+        self.messages += results
+        suffix = encoder.encode_tool_suffix(
+            self.chat, self.messages, len(results)
+        )
+        if len(suffix) >= self.num_left:
+            del self.messages[-len(results) :]
+            return await self._finish("length")
+        self.tokens += suffix
+        self.mask += [False] * len(suffix)
+        self.logps += [0.0] * len(suffix)
+        self.versions += self.versions[-1:] * len(suffix)
+        return True
+
+    @property
+    def _schemas(self) -> Schemas:
+        return self.chat.tools
+
+    @property
+    def _conversation(self) -> list[Message]:
+        return [*self.chat.messages, *self.messages]
+
+    def _add(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
+        self.tokens += tokens
+        self.mask += [True] * len(tokens)
+        self.logps += logps
+
+    async def _call(self, call: Any) -> Message:
+        session = await self._opened()
+        result = await session.call(call.name, call.arguments)
+        self._record(call.name, call.arguments, result.error, result.seconds, len(result.text))
+        return {
+            "role": "tool",
+            "name": call.name,
+            "tool_call_id": call.id,
+            "content": result.text,
+        }
+
+    def _record(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        error: str,
+        seconds: float,
+        num_characters: int,
+    ) -> None:
+        self.calls.append(
+            {
+                "turn": self.num_turns,
+                "name": name,
+                "arguments": dict(arguments),
+                "error": error,
+                "seconds": round(seconds, 3),
+                "characters": num_characters,
+            }
+        )
+
+    async def _opened(self) -> ToolSession:
+        if self._session is None:
+            self._session = await self.use.tools.open()
+        return self._session
+
+    async def _finish(self, end: End) -> bool:
+        self.end = end
+        if self.use.tools.has_reward:
+            try:
+                self.reward = await (await self._opened()).reward()
+            except ToolError as error:
+                self.error = f"get_reward of the environment failed: {error}"
+        await self.close()
+        return False
+
+    async def close(self) -> None:
+        """End the environment and the process of the tools."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def completion(self, version: int) -> Completion:
+        """The completion, when no turn follows."""
+        versions = tuple(self.versions)
+        return Completion(
+            prompt_id=content_id("prompt", Ids(self.row_ids)),
+            tokens=tuple(self.tokens),
+            logps=tuple(self.logps),
+            text=self.text,
+            stop="length" if self.end == "length" else "eos",
+            version=min(versions, default=version),
+            versions=versions if len(set(versions)) > 1 else (),
+            index=self.index,
+            mask=tuple(self.mask),
+            episode=Episode(
+                messages=tuple(json.loads(json.dumps(self.messages, default=str))),
+                calls=tuple(self.calls),
+                end=self.end,
+                prompt_ids=() if self.prompt_ids == self.row_ids else self.prompt_ids,
+                reward=self.reward,
+                error=self.error,
+            ),
+        )
+
+
+def episodes_of(
+    use: ToolUse, prompts: Sequence[Prompt], n: int, sampling: Sampling, positions: Sequence[int]
+) -> list[EpisodeRun]:
+    """n episodes of each prompt. positions: of the prompts, which random numbers depend on.
+
+    Raises UserError for a prompt that is no chat, with its row.
+    """
+    episodes: list[EpisodeRun] = []
+    for prompt, position in zip(prompts, positions, strict=True):
+        try:
+            chat = use.encoder.chat_of(prompt.prompt)
+            ids = use.encoder.encode_prompt(prompt.prompt)
+        except UserError as error:
+            raise UserError(
+                error.message, code=error.code, where=str(prompt.origin), fix=error.fix
+            ) from error
+        limit = sampling.max_new_tokens
+        episodes += [
+            EpisodeRun(use, chat, ids, prompt.info, position=position, index=k, limit=limit)
+            for k in range(n)
+        ]
+    return episodes
+
+
+def completions_of(
+    episodes: Sequence[EpisodeRun], n: int, version: int
+) -> list[list[Completion]]:
+    """The completions of episodes that have ended, n of each prompt."""
+    completions = [episode.completion(version) for episode in episodes]
+    return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+
+class BackgroundLoop:
+    """An event loop in a thread, for the tools of episodes while others are sampled."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="valence-tools", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, bool]) -> Future[bool]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self, episodes: Sequence[EpisodeRun]) -> None:
+        """Cancel what is in progress, and end these episodes."""
+
+        async def cancel() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(e.close() for e in episodes), return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def sample_episodes(
+    generator: HFGenerator,
+    episodes: Sequence[EpisodeRun],
+    sampling: Sampling,
+    *,
+    progress: Callable[[int], None],
+    on_end: Callable[[EpisodeRun], None],
+) -> None:
+    """Sample episodes in this process, at most ``generator.batch_size`` at once.
+
+    Turns are sampled in waves: all episodes whose tools have answered take part in the next one.
+    While a wave is sampled, the tools of turns that have ended are already called.
+
+    progress: called before each token, with the number of episodes that have ended since its last
+    call. on_end: called when an episode has ended. Raises FloatingPointError if logits are not
+    finite.
+    """
+    waiting, sampler = deque(enumerate(episodes)), TurnSampler(generator, sampling)
+    conversations: dict[int, Conversation] = {}
+    pending: dict[Future[bool], int] = {}
+    ready: list[int] = []
+    num_live = 0
+    background = BackgroundLoop()
+    try:
+        while waiting or pending or ready:
+            while waiting and num_live < generator.batch_size:
+                number, episode = waiting.popleft()
+                pending[background.submit(episode.start())] = number
+                num_live += 1
+            num_ended = 0
+            for future in _answered(pending, bool(ready), progress):
+                number = pending.pop(future)
+                if future.result():
+                    ready.append(number)
+                    continue
+                conversations.pop(number, None)
+                on_end(episodes[number])
+                num_ended += 1
+            progress(num_ended)
+            num_live -= num_ended
+            if not ready or (num_ended and waiting):
+                continue
+            wave: list[Conversation] = []
+            numbers: dict[int, int] = {}
+            for number in sorted(ready):
+                episode = episodes[number]
+                conversation = conversations.get(number)
+                if conversation is None:
+                    draws = uniforms(sampling, episode.position, episode.index)
+                    conversation = Conversation(episode.context, draws)
+                    conversations[number] = conversation
+                else:
+                    conversation.tokens += episode.context[len(conversation.tokens) :]
+                numbers[id(conversation)] = number
+                wave.append(conversation)
+            ready = []
+
+            def on_turn(
+                conversation: Conversation,
+                tokens: list[int],
+                logps: list[float],
+                numbers: dict[int, int] = numbers,
+            ) -> None:
+                number = numbers[id(conversation)]
+                work = episodes[number].take_turn(tokens, logps)
+                pending[background.submit(work)] = number
+
+            sampler.sample(wave, on_turn, lambda: progress(0))
+    finally:
+        background.close(episodes)
+
+
+def _answered(
+    pending: Mapping[Future[bool], int], has_ready: bool, progress: Callable[[int], None]
+) -> list[Future[bool]]:
+    """The futures that are done: all of them, if that takes no longer than ``PATIENCE``, else at
+    least one.
+
+    has_ready: whether something can be sampled, so that none has to be done.
+    """
+    waited = 0.0
+    while True:
+        done, rest = wait(pending, timeout=0.1)
+        waited += 0.1
+        if not rest or (waited >= PATIENCE and (done or has_ready)):
+            return sorted(done, key=lambda future: pending[future])
+        progress(0)
