@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "methods": ("types", "losses", "user_code", "data.kind_names"),
     "models": ("types", "network", "files", "storage", "version"),
     "data": ("types", "user_code", "files", "storage", "network", "statistics"),
-    "rollouts": ("types", "network", "files", "storage"),
+    "rollouts": ("types", "network", "files", "storage", "user_code"),
     "rewards": ("types", "user_code", "network", "files", "storage", "version"),
     "reports": (
         "types",

@@ -1,0 +1,1 @@
+"""Tools and environments for online training over several turns."""
