@@ -78,7 +78,19 @@ class Case:
 
 def issues(case: Case) -> Iterator[Issue]:
     """Everything that several sections, the method or files show to be wrong."""
-    sections = _model, _reference, _teacher, _data, _losses, _train, _eval, _rollout, _tools, _server, _run
+    sections = (
+        _model,
+        _reference,
+        _teacher,
+        _data,
+        _losses,
+        _train,
+        _eval,
+        _rollout,
+        _tools,
+        _server,
+        _run,
+    )
     for check in sections:
         yield from check(case)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -83,6 +83,14 @@ class PoolMember:
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     requests: dict[asyncio.Task[Any], int] = field(default_factory=dict[asyncio.Task[Any], int])
     gone: ServerGone | None = None
+
+    def take_back(self) -> list[int]:
+        """Cancel the requests in progress. Returns their positions."""
+        positions = [*self.requests.values()]
+        for request in self.requests:
+            request.cancel()
+        self.requests.clear()
+        return positions
 
     @property
     def is_admitted(self) -> bool:
@@ -301,8 +309,7 @@ class ServerPool:
                 return task
 
             try:
-                if steps:
-                    between |= {start(steps.start(position)): position for position in positions}
+                between |= {start(work): i for i, work in first_steps(steps, positions)}
                 for member in members:
                     member.admission = start(self._admit(member, admit))
                 for member in members:  # so that the first one does not get all requests
@@ -310,9 +317,7 @@ class ServerPool:
                         await member.was_tried.wait()
                 while waiting or between or any(member.requests for member in members):
                     self._settle_admissions(members)
-                    for step in [step for step in between if step.done()]:
-                        position = between.pop(step)
-                        waiting += [position] if step.result() else []
+                    waiting += take_ready(between)
                     while waiting and (member := choose_member(members, concurrency)):
                         position = waiting.popleft()
                         body = make_body(position, member.admission.result())  # type: ignore[union-attr]
@@ -324,10 +329,7 @@ class ServerPool:
                         error, following = self._handle_replies(member, handle)
                         between |= {start(work): position for position, work in following}
                         if error:
-                            waiting.extendleft(sorted(member.requests.values(), reverse=True))
-                            for request in member.requests:
-                                request.cancel()
-                            member.requests.clear()
+                            waiting.extendleft(sorted(member.take_back(), reverse=True))
                             member.admission = start(self._admit(member, admit, error))
             finally:
                 await cancel(tasks)
@@ -397,6 +399,21 @@ def choose_member(members: Sequence[PoolMember], concurrency: int) -> PoolMember
     """
     free = [m for m in members if m.is_admitted and len(m.requests) < concurrency]
     return min(free, key=lambda member: len(member.requests), default=None)
+
+
+def first_steps(
+    steps: Steps | None, positions: Collection[int]
+) -> Iterator[tuple[int, Coroutine[Any, Any, bool]]]:
+    """The work before the first request of each position."""
+    if steps is not None:
+        yield from ((position, steps.start(position)) for position in positions)
+
+
+def take_ready(between: dict[asyncio.Task[bool], int]) -> list[int]:
+    """Remove the work that is done. Returns the positions that have another request."""
+    done = [work for work in between if work.done()]
+    positions = {work: between.pop(work) for work in done}
+    return [position for work, position in positions.items() if work.result()]
 
 
 def in_progress(member: PoolMember) -> list[asyncio.Task[Any]]:

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from os.path import commonprefix
+from itertools import takewhile
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -874,10 +874,9 @@ def with_prompts(
     ]
     if set(prompts) <= {example.prompt_ids}:
         return example, list(completions)
-    shared = len(commonprefix(prompts))
-    example = replace(
-        example, prompt_ids=prompts[0][:shared], prompt_mask=(False,) * shared
-    )
+    columns = zip(*prompts, strict=False)  # as far as the shortest goes
+    shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+    example = replace(example, prompt_ids=prompts[0][:shared], prompt_mask=(False,) * shared)
     extended: list[Completion] = []
     for completion, prompt in zip(completions, prompts, strict=True):
         rest = prompt[shared:]

@@ -49,10 +49,7 @@ class ToolUse:
     @classmethod
     def of(cls, encoder: Encoder, tools: Tools, max_turns: int) -> ToolUse:
         """Raises UserError if the chat template prints no tools, or no calls that are known."""
-        template, fix = encoder.template, (
-            "use a model whose chat template has tools, or set data.chat_template: chatml, whose "
-            "calls the model can learn from demonstrations"
-        )
+        template = encoder.template
         calls = call_format_of(template.source(tools.schemas)) if template.exists else None
         if calls is None or not template.reads_tools(tools.schemas):
             raise UserError(
@@ -61,7 +58,8 @@ class ToolUse:
                 else "the tokenizer has no chat template, which tools need",
                 code="tools-need-template",
                 where="rollout.tools",
-                fix=fix,
+                fix="use a model whose chat template has tools, or set data.chat_template: chatml "
+                "and train the model on demonstrations of calls first",
             )
         return cls(encoder, tools, max_turns, calls)
 
@@ -165,9 +163,7 @@ class EpisodeRun:
             template = encoder.template
             results = [template.answer_of_error(self._conversation, turn.error, self._schemas)]
         self.messages += results
-        suffix = encoder.encode_tool_suffix(
-            self.chat, self.messages, len(results)
-        )
+        suffix = encoder.encode_tool_suffix(self.chat, self.messages, len(results))
         if len(suffix) >= self.num_left:
             del self.messages[-len(results) :]
             return await self._finish("length")
@@ -289,9 +285,7 @@ def episodes_of(
     return episodes
 
 
-def completions_of(
-    episodes: Sequence[EpisodeRun], n: int, version: int
-) -> list[list[Completion]]:
+def completions_of(episodes: Sequence[EpisodeRun], n: int, version: int) -> list[list[Completion]]:
     """The completions of episodes that have ended, n of each prompt."""
     completions = [episode.completion(version) for episode in episodes]
     return [completions[i : i + n] for i in range(0, len(completions), n)]

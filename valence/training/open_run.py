@@ -34,13 +34,15 @@ def restore(
     console: Console | None = None,
     group: Group | None = None,
     rewards: bool = False,
+    tools: bool = False,
     trust_reward: bool = False,
 ) -> Trainer:
     """Return the run of a folder with its newest weights, or those of another checkpoint.
 
     Nothing is written there. overrides: settings to change, such as the data to evaluate on.
     group: the processes that measure it. rewards: load the rewards that the folder's recipe names,
-    which is needed to evaluate an online run. trust_reward: they may be code or a server.
+    which is needed to evaluate an online run. tools: the completions that are sampled may call its
+    tools. trust_reward: rewards and tools may be code or a server.
 
     Raises UserError when the folder holds no run, or names code that is not allowed to run.
     """
@@ -52,9 +54,17 @@ def restore(
             refuse_formats(source)
         if rewards and not trust_reward:
             _refuse_rewards(run_dir, source.recipe)
+        if (rewards or tools) and not trust_reward:
+            _refuse_tools(source)
 
     saved = load_saved_models(
-        run_dir, overrides, at=at, world=world, rewards=rewards, check_recipe=check_recipe
+        run_dir,
+        overrides,
+        at=at,
+        world=world,
+        rewards=rewards,
+        tools=rewards or tools,
+        check_recipe=check_recipe,
     )
     # The folder's recipe may name a program or an address to sample with.
     is_trusted = saved.source.settings["rollout.engine"].origin == COMMAND_LINE
@@ -88,6 +98,23 @@ def refuse_formats(source: LoadedRecipe) -> None:
                     fix=f"check this code, then add 'data.{name}=[{{path: {file.path}, format: "
                     f'"{file.format}"}}]\'',
                 )
+
+
+def _refuse_tools(source: LoadedRecipe) -> None:
+    """Raise UserError for tools that only the folder's recipe names, because they are code."""
+    for name in ("tools", "environment"):
+        setting = source.settings.get(f"rollout.{name}")
+        value = getattr(source.recipe.rollout, name)
+        if value and (setting is None or setting.origin != COMMAND_LINE):
+            named = ", ".join(value) if isinstance(value, list) else value
+            written = f"[{named}]" if isinstance(value, list) else named
+            raise UserError(
+                f"this run would execute the tools {named}",
+                code="code-not-trusted",
+                where=setting.origin if setting else f"rollout.{name}",
+                fix=f"check this code, then add 'rollout.{name}={written}'; to use no tools, add "
+                f"rollout.{name}=null",
+            )
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
@@ -129,9 +156,13 @@ def open_run(
     """Open the run, recipe or model that a target names, without rows, to sample from it."""
     overrides = [*(f"data.{name}=[]" for name in LISTS), *overrides]
     if is_run(target):
-        return restore(Path(target), overrides=overrides, group=group, at=at, console=console)
+        return restore(
+            Path(target), overrides=overrides, group=group, at=at, console=console, tools=True
+        )
     recipe = recipe_of(target)
-    return open_recipe(recipe, overrides, group=group, at=at, console=console, name=target)
+    return open_recipe(
+        recipe, overrides, group=group, at=at, console=console, tools=True, name=target
+    )
 
 
 def open_recipe(
@@ -142,15 +173,16 @@ def open_recipe(
     at: At,
     console: Console | None,
     rewards: bool = False,
+    tools: bool | None = None,
     name: str = "recipe",
 ) -> Trainer:
-    """Build the run of a recipe before its first step. rewards: load those that it names. name: of
-    a recipe that is a mapping, for messages.
+    """Build the run of a recipe before its first step. rewards, tools: load those that it names.
+    name: of a recipe that is a mapping, for messages.
     """
     if at is not None:
         refuse_unused(["--step"], "because only a run folder has checkpoints", "pass a run folder")
     source = load_recipe(recipe, overrides, training=False, name=name)
-    prepared = prepare(source, rewards=rewards)
+    prepared = prepare(source, rewards=rewards, tools=tools)
     policy, reference = build_models(prepared, group=group)
     return make_trainer(
         prepared,

@@ -21,7 +21,7 @@ from valence.batching.kl_pairs import check_kl_pairs
 from valence.config.load import LISTS, LoadedRecipe, Setting
 from valence.config.messages import all_of
 from valence.config.needs import method_in, other_text, reads_reference
-from valence.config.schema import SELF, Data, ListName, Recipe
+from valence.config.schema import SELF, Data, ListName, Recipe, Rollout
 from valence.data.audit import Audit, audit, overlap, shared_rows
 from valence.data.encode import Encoder
 from valence.data.encoded_set import CHAT_PROMPT, TEXT_PROMPT, EncodedSet
@@ -52,7 +52,9 @@ from valence.models.shape import Shape
 from valence.reports.console import Progress
 from valence.reports.verdict import HOLD_OUT, NO_ROWS, few_rows, rows_needed
 from valence.rewards.build import check_rewards, may_return_feedback
+from valence.rollouts.tools import Tools
 from valence.targets import with_dtype
+from valence.training.episodes import ToolUse
 from valence.training.optim import check_optimizer, up
 from valence.types import Content, TokenizedCompletion, TokenizedExample
 
@@ -348,6 +350,7 @@ def prepare(
     rows: Mapping[str, Rows | None] | None = None,
     policy: Any = None,
     rewards: bool = True,
+    tools: bool | None = None,
     training: bool = False,
     console: Console | None = None,
 ) -> Prepared:
@@ -355,7 +358,8 @@ def prepare(
 
     rows: rows in memory that replace the recipe's train or eval files. policy: a model that
     replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
-    reward functions out; nothing of them is imported, and they cannot be called later. training:
+    reward functions out; nothing of them is imported, and they cannot be called later. tools:
+    whether its tools may be imported and called; by default as the rewards. training:
     whether the run is to be trained; otherwise its optimizer is not imported. console: for the
     progress of tokenization. Raises UserError for a mistake in the recipe or the data.
     """
@@ -382,13 +386,14 @@ def prepare(
             "chat_template_kwargs": data.chat_template_kwargs,
             "stop_ids": _stop_ids(recipe, policy),
         }
-        tools = tools_of(recipe.rollout) if rewards and recipe.rollout.has_tools else None
-        encoder_options["tools"] = tools.schemas if tools is not None else ()
+        may_call = rewards if tools is None else tools
+        named = tools_of(recipe.rollout) if may_call and recipe.rollout.has_tools else None
+        encoder_options["tools"] = named.schemas if named is not None else ()
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
         encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **encoder_options)
         encoder = _encoder_for(method, encoder, recipe)
-        tool_use = tools and ToolUse.of(encoder, tools, recipe.rollout.max_turns)
+        tool_use = named and ToolUse.of(encoder, named, recipe.rollout.max_turns)
         if data.as_chat == "auto":
             why = (
                 "the tokenizer has a chat template"
@@ -434,9 +439,7 @@ def prepare(
             corpora = {
                 name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()
             }
-        prepared = Prepared(
-            source.recipe, source, method, encoder, corpora, rewards, tool_use
-        )
+        prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards, tool_use)
         _check(prepared, training=training)
         return prepared
 

@@ -50,12 +50,13 @@ def load_saved_models(
     at: At = None,
     world: Group | None = None,
     rewards: bool = False,
+    tools: bool = False,
     check_recipe: Callable[[LoadedRecipe], None] = lambda _: None,
 ) -> SavedModels:
     """Load the models of a run with the weights of a checkpoint.
 
-    overrides: settings to change, such as the data to evaluate on. rewards: whether the recipe's
-    rewards may be imported and called. check_recipe: called before anything is loaded.
+    overrides: settings to change, such as the data to evaluate on. rewards, tools: whether those
+    of the recipe may be imported and called. check_recipe: called before anything is loaded.
 
     Raises UserError when the folder holds no run or no checkpoint, or names code that is not
     allowed to run.
@@ -76,7 +77,7 @@ def load_saved_models(
         return state_files.load(place, sharded_checkpoint.read, HEAVY)
 
     place, state = _read_checkpoint(run_dir, at, world, read)
-    prepared = prepare(source, rewards=rewards)
+    prepared = prepare(source, rewards=rewards, tools=tools)
     policy, reference = build_models(prepared, group=world)
 
     def load(path: Path) -> Mapping[str, Any]:
