@@ -46,6 +46,7 @@ from valence.types import (
     Example,
     Ids,
     Judgement,
+    Message,
     Origin,
     Preference,
     Prompt,
@@ -221,6 +222,20 @@ class Encoder:
             return self._tokens(context, (), False, _EncodingState()).prompt
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
+
+    def encode_tool_suffix(
+        self, prompt: Chat, turns: Sequence[Message], results: int
+    ) -> tuple[int, ...]:
+        """The tokens between a sampled turn with its end token and the model's next turn.
+
+        prompt: the conversation's prompt. turns: what follows it; the last ``results`` of them
+        answer the sampled turn. Raises RowError (see ``ChatTemplate.tool_suffix``).
+        """
+        end, suffix = self.template.split_tool_suffix(
+            (*prompt.messages, *turns), results, prompt.tools
+        )
+        (ids, _), _ = self.vocab.join([(suffix, False)], end, self.vocab.ids(end))
+        return ids
 
     def rendered_as(self, *contents: Content) -> Sequence[Content]:
         """A prompt and its answers; transcripts as text if no chat template is used."""

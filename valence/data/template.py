@@ -38,6 +38,45 @@ NO_TEMPLATE = (
     "completions as plain text"
 )
 
+_CHATML = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if messages and messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] + '\\n\\n' }}"
+    "{% endif %}"
+    "{{ '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}"
+    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    "{{ '\\n</tools>\\n\\nFor each function call, return a json object with function name and "
+    "arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}'
+    "\\n</tool_call>' + END + '\\n' }}"
+    "{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|im_start|>user\\n' }}"
+    "{% else %}{{ '\\n' }}{% endif %}"
+    "{{ '<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ END + '\\n' }}{% endif %}"
+    "{% elif message['role'] == 'assistant' and message['tool_calls'] %}"
+    "{{ '<|im_start|>assistant\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] %}"
+    "{% set function = call['function'] or call %}"
+    "{% if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ '<tool_call>\\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' }}"
+    "{% if function['arguments'] is string %}{{ function['arguments'] }}"
+    "{% else %}{{ function['arguments'] | tojson }}{% endif %}"
+    "{{ '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ END + '\\n' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + END + '\\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, in which END stands for the expression of the token that ends a turn."""
+
 Piece = tuple[str, bool]
 """Some text, and whether it is trained on: the assistant's own text with its end-of-turn."""
 
@@ -114,7 +153,8 @@ def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
     A turn ends with ``<|im_end|>`` where that is one token of this tokenizer, else with its
     end-of-sequence token, because a model can stop only at a single token. BOS is printed if the
-    tokenizer puts it before plain text.
+    tokenizer puts it before plain text. Tools, tool calls and their results are printed as Hermes
+    and Qwen2.5 do.
     """
     vocab = Vocab(tokenizer)
     end = "eos_token"
@@ -129,11 +169,7 @@ def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
             fix="set model.tokenizer to a tokenizer that has one of these tokens",
         )
     bos = "{{ bos_token }}" if vocab.bos is not None and vocab.prefix == (vocab.bos,) else ""
-    turn = (
-        f"{{{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
-    )
-    ask = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    return f"{bos}{{% for message in messages %}}{turn}{{% endfor %}}{ask}"
+    return bos + _CHATML.replace("END", end)
 
 
 class ChatTemplate:
@@ -349,8 +385,8 @@ class ChatTemplate:
         """
         if self.turn_end.text or self.turn_end.token is None:
             return end
-        name = str(self._tokenizer.convert_ids_to_tokens(self.turn_end.token))
-        return end + len(name) if text.startswith(name, end) else end
+        stop = self._stop_pattern.match(text, end)
+        return end if stop is None else stop.end()
 
     def answer(self, prompt: Chat, prompt_text: str, completion: Chat) -> RenderedAnswer:
         """The completion behind the prompt, up to the end of its last turn.
@@ -490,7 +526,12 @@ class ChatTemplate:
         follows the generation prompt counts as own text too: the model has to generate it.
         """
         message, content = messages[i], _content(messages[i])
-        blank = self._with_sentinel(messages, i, tools, ask=ask)
+        try:
+            blank = self._with_sentinel(messages, i, tools, ask=ask)
+        except RowError:
+            if aligned and message.get("tool_calls"):
+                return header  # the template prints no results without the calls of this turn
+            raise
         head, _, tail = blank.partition(_SENTINEL)
         start = _shared_length(head, text)
         if _has_reasoning(message) and _prints_reasoning(message, text[header:end]):
@@ -535,6 +576,115 @@ class ChatTemplate:
         return self.render(
             [*messages[:i], {**blank, "content": _SENTINEL}, *messages[i + 1 :]], tools, ask=ask
         )
+
+    # --- tool results behind a sampled turn
+
+    def tool_suffix(self, messages: Sequence[Message], results: int, tools: Tools = ()) -> str:
+        """What the template prints between the end token of an assistant turn and the place where
+        the model's next turn starts.
+
+        results: how many of the last ``messages`` follow the assistant turn: tool results, or a
+        user turn with an error. Raises RowError if the template prints what precedes the turn
+        differently once the conversation goes on, so that the tokens that were sampled from would
+        not be those that training sees; if it leaves out the turn or a result; or if it cannot
+        print the conversation.
+        """
+        return self.split_tool_suffix(messages, results, tools)[1]
+
+    def split_tool_suffix(
+        self, messages: Sequence[Message], results: int, tools: Tools = ()
+    ) -> tuple[str, str]:
+        """The text of the token that ends the assistant turn, and the ``tool_suffix`` behind it."""
+        i = len(messages) - results - 1
+        if results < 1 or i < 0 or messages[i]["role"] != "assistant":
+            raise ValueError("tool results must follow an assistant turn")
+        self._check_known(messages[i + 1 :], tools)
+        text = self.render(messages, tools, ask=True)
+        before = self.render(messages[:i], tools, ask=False) if i else ""
+        if not text.startswith(before):
+            raise _not_a_prefix(before, text, f"the conversation before turn {i + 1}")
+        blank = self.render(self._with_blank_call(messages, i, tools), tools, ask=True)
+        start, end = self._end_token_behind(messages, i, tools, text, blank)
+        if not text.endswith(blank[end:]):
+            raise _depends_on_turn(i)
+        return blank[start:end], blank[end:]
+
+    def answer_of_error(
+        self, messages: Sequence[Message], error: str, tools: Tools = ()
+    ) -> Message:
+        """The turn that tells the model why the call in ``messages[-1]`` is malformed: a tool
+        result, or a user turn if the template does not print a result without a call. Raises
+        RowError if it prints neither.
+        """
+        result: Message = {"role": "tool", "content": error}
+        try:
+            self.tool_suffix([*messages, result], 1, tools)
+        except RowError:
+            result = {"role": "user", "content": error}
+            self.tool_suffix([*messages, result], 1, tools)
+        return result
+
+    def _with_blank_call(self, messages: Sequence[Message], i: int, tools: Tools) -> list[Message]:
+        """The conversation with a made-up argument in the last call of assistant turn i, or with a
+        made-up content if it calls no tools.
+        """
+        blank = {name: value for name, value in messages[i].items() if name not in REASONING}
+        calls = blank.pop("tool_calls", None)
+        if calls and "tool_calls" in self.source(tools):
+            function = {**calls[-1]["function"], "arguments": {_SENTINEL: _SENTINEL}}
+            calls = [*calls[:-1], {**calls[-1], "function": function}]
+            blank |= {"content": "", "tool_calls": calls}
+        else:
+            blank["content"] = _SENTINEL
+        return [*messages[:i], blank, *messages[i + 1 :]]
+
+    def _end_token_behind(
+        self, messages: Sequence[Message], i: int, tools: Tools, text: str, blank: str
+    ) -> tuple[int, int]:
+        """Where in ``blank``, the rendering with a blank call, the token stands that ends assistant
+        turn i.
+
+        It is the first token at which the model stops. If the template prints none before the next
+        message, the turn ends where it does when it is the last one, or else at the first special
+        token. Raises RowError if the template leaves out the turn or a message behind it.
+        """
+        first = i + 1
+        contents = [f"sentinelresult{place}end" for place in range(first, len(messages))]
+        changed = [
+            {**message, "content": content}
+            for message, content in zip(messages[first:], contents, strict=True)
+        ]
+        marked_messages = self._with_blank_call([*messages[:first], *changed], i, tools)
+        marked = self.render(marked_messages, tools, ask=True)
+        head, printed, tail = marked.rpartition(_SENTINEL)
+        for place, content in enumerate([_SENTINEL, *contents], start=i):
+            if not printed or (place > i and content not in tail):
+                raise RowError(
+                    "not_printed",
+                    f"the chat template leaves out turn {place + 1} ({messages[place]['role']}) "
+                    "when tool results follow",
+                    "set data.chat_template to a template that prints tool results, such as chatml",
+                )
+        start = len(head) + len(_SENTINEL)
+        limit = start + min(tail.index(content) for content in contents)
+        if marked[:limit] != blank[:limit]:
+            raise _depends_on_turn(i)
+        if stop := self._stop_pattern.search(marked, start, limit):
+            return stop.span()
+        tokens = list(self._vocab.unsplit.finditer(marked, start, limit))
+        upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(self.turn_end.after)
+        if text.startswith(upto) and text.endswith(blank[start:]):
+            end = len(blank) - (len(text) - len(upto))
+            if start <= end <= limit:
+                at_end = [token.start() for token in tokens if token.end() == end]
+                return (at_end[0] if at_end else end), end
+        if not tokens:
+            raise RowError(
+                "not_a_prefix",
+                f"the chat template prints no token that ends turn {i + 1}",
+                "set data.chat_template to another template",
+            )
+        return tokens[0].span()
 
     # --- checks
 
@@ -682,6 +832,14 @@ def _shared_length(a: str, b: str) -> int:
     if a[:shorter] == b[:shorter]:
         return shorter
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def _depends_on_turn(i: int) -> RowError:
+    return RowError(
+        "not_a_prefix",
+        f"what the chat template prints behind turn {i + 1} depends on the text of that turn",
+        "set data.chat_template to another template",
+    )
 
 
 def _not_a_prefix(
