@@ -85,7 +85,8 @@ class Sampled:
     ``logps``: log-probability of each token (nats) in the distribution that it was sampled from,
     which is that at this ``temperature``, truncated to ``top_p`` (nucleus sampling).
     ``vocabulary``: digest of the tokenizer's vocabulary ("" if unknown). ``is_truncated``: whether
-    sampling is known to have ended at the length limit.
+    sampling is known to have ended at the length limit. ``mask``: for each token, whether it was
+    sampled, and not the result of a tool; empty: all were.
     """
 
     logps: tuple[float, ...]
@@ -93,6 +94,7 @@ class Sampled:
     top_p: float = 1.0
     vocabulary: str = ""
     is_truncated: bool = False
+    mask: tuple[bool, ...] = ()
 
     @property
     def plain(self) -> bool:

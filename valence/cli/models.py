@@ -138,6 +138,7 @@ def sample(
     }
     with processes(nproc) as group, stoppable():
         from valence.jobs.sample_rows import answers, sample_rows
+        from valence.training.evaluate import answer_text
 
         if options.out:
             sample_rows(target, options, **model, command=command_line(), group=group)
@@ -145,7 +146,7 @@ def sample(
             terminal = Terminal(quiet=console.quiet)  # answers are printed with --quiet, too
             for text, answer in answers(target, options, **model, group=group):
                 print_message(terminal, f"> {text}", "bold")
-                print_message(terminal, answer.text)
+                print_message(terminal, answer_text(answer))
                 if answer.stop == "length":
                     note = f"(truncated at {len(answer.tokens)} tokens; raise --max-new-tokens)"
                     print_message(terminal, note, "dim")

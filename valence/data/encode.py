@@ -562,9 +562,10 @@ class Encoder:
             columns = self._columns(completion.sampled, state)
             if completion.sampled and completion.sampled.is_truncated:
                 state.notes.add("sampling_truncated")
+            mask = completion.sampled.mask if completion.sampled else ()
             answers.append(
                 TokenizedCompletion(
-                    answer, (True,) * len(answer), answer[-1] in self.end_ids, columns
+                    answer, mask or (True,) * len(answer), answer[-1] in self.end_ids, columns
                 )
             )
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))

@@ -261,12 +261,20 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
         for key in ("temperature", "top_p")
     )
     vocabulary = settings.get("vocabulary")
+    mask = settings.get("mask") or ()
+    if mask and (not isinstance(mask, list) or len(cast(list[Any], mask)) != num_tokens):
+        raise UserError(
+            f"the mask of {name} is no list with one value for each of the {num_tokens} tokens",
+            code="row-length-mismatch",
+            fix="write 1 for each token that was sampled, and 0 for those of results of tools",
+        )
     return Sampled(
         logps,
         temperature,
         top_p,
         vocabulary if isinstance(vocabulary, str) else "",
         is_truncated=row.get("stop") == "length",
+        mask=tuple(map(bool, cast(list[Any], mask))),
     )
 
 

@@ -36,12 +36,22 @@ from valence.reports.run_record import CHECKPOINTS, is_run
 from valence.rollouts.protocol import Sampling
 from valence.storage import Journal, writing
 from valence.targets import load_target, with_files
+from valence.training.episodes import episodes_of
 from valence.training.evaluate import as_text
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler, check_can_generate
 from valence.training.saved_models import At
 from valence.training.trainer import Trainer
-from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
+from valence.types import (
+    Chat,
+    Completion,
+    Content,
+    Episode,
+    Ids,
+    Origin,
+    Prompt,
+    content_id,
+)
 from valence.version import __version__
 
 MODEL_FACTS = ("model", "vocabulary", "template")
@@ -215,7 +225,6 @@ def answers(
     """Each prompt as text, with a completion to read. Arguments as for ``sample_rows``."""
     sources, source = _sources(target, options, overrides)
     prompts = _prompts(options.questions, sources, source.recipe.data.split)
-    contents = [prompt.prompt for prompt in prompts]
     recipe = source.recipe
     n, _, sampling = resolve(for_reading(options, source), recipe.rollout, bool(recipe.reward))
     run = open_run(target, overrides, group=group or SingleProcess(), at=at, console=console)
@@ -223,8 +232,8 @@ def answers(
     items = [TokenizedPrompt(k, p, _tokenize(run, p)) for k, p in enumerate(prompts)]
     _check_lengths(run, items, sampling)
     return [
-        (as_text(content, run.prepared.tokenizer), completion)
-        for content, completions in zip(contents, run.sample(contents, sampling, n), strict=True)
+        (as_text(prompt.prompt, run.prepared.tokenizer), completion)
+        for prompt, completions in zip(prompts, run.sample(prompts, sampling, n), strict=True)
         for completion in completions
     ]
 
@@ -358,7 +367,10 @@ class SampleTransform:
     def model_facts(self) -> dict[str, Any]:
         """Facts that the completions depend on besides the request. All processes call it."""
         encoder, data = self.run.prepared.encoder, self.run.recipe.data
+        use = self.run.prepared.tool_use
+        tools = {} if use is None else {"tools": content_id(use.tools.identity, use.max_turns)}
         return {
+            **tools,
             "model": model_digest(self.run.policy, adapter=True),
             "vocabulary": encoder.vocab.digest,
             "template": content_id(
@@ -404,14 +416,17 @@ class SampleTransform:
             assert pending is not None
             pending.add(missing[i].position, completion)
 
+        positions = [item.position for item in missing]
+        use, rows = self.run.prepared.tool_use, [item.prompt for item in missing]
         try:
             sampled = self.sampler.generate(
                 [item.ids for item in missing],
                 self.n,
                 self.sampling,
-                positions=[item.position for item in missing],
+                positions=positions,
                 progress=advance,
                 on_completion=None if pending is None else store,
+                episodes=episodes_of(use, rows, self.n, self.sampling, positions) if use else (),
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -432,12 +447,18 @@ class SampleTransform:
         return [stored[item.position] for item in items]
 
     def _line(self, item: TokenizedPrompt, index: int, completion: Completion) -> Line:
-        prompt, ids, vocab = item.prompt, list(item.ids), self.run.prepared.encoder.vocab
+        prompt, encoder, episode = item.prompt, self.run.prepared.encoder, completion.episode
+        content, vocab = prompt.prompt, encoder.vocab
+        ids = list((episode and episode.prompt_ids) or item.ids)
+        if episode is not None:  # with the tools of the run
+            content = encoder.chat_of(content)
         return {
-            **prompt_columns(prompt.prompt),
+            **prompt_columns(content),
             "prompt_ids": ids,
+            **({} if ids == list(item.ids) else {"row_ids": list(item.ids)}),
             "rendered": str(self.run.prepared.tokenizer.decode(ids)),
-            "completion": completion.text,
+            "completion": completion.text if episode is None else list(episode.messages),
+            **({} if episode is None else {"episode": _facts_of(episode)}),
             "completion_ids": list(completion.tokens),
             # the digits of a float32
             "logps": [float(f"{logp:.9g}") for logp in completion.logps],
@@ -453,6 +474,7 @@ class SampleTransform:
                 "temperature": self.sampling.temperature,
                 "top_p": self.sampling.top_p,
                 "vocabulary": vocab.digest,
+                **({"mask": list(map(int, completion.mask))} if completion.mask else {}),
             },
         }
 
@@ -465,7 +487,7 @@ class SampleTransform:
         return is_of_request and line.get("index") == index
 
     def is_line_of(self, line: Line, item: TokenizedPrompt) -> bool:
-        return line.get("prompt_ids") == list(item.ids)
+        return line.get("row_ids", line.get("prompt_ids")) == list(item.ids)
 
     def error_in(self, line: Line) -> str | None:
         return None
@@ -586,5 +608,14 @@ def prompt_columns(content: Content) -> Mapping[str, Any]:
 
 def _completion(fields: Mapping[str, Any]) -> Completion:
     """A completion from the fields that another process sent as JSON."""
-    lists = ("tokens", "logps", "versions")
-    return Completion(**{**fields, **{name: tuple(fields[name]) for name in lists}})
+    lists = {name: tuple(fields[name]) for name in ("tokens", "logps", "versions", "mask")}
+    episode = fields["episode"] and Episode.from_record(fields["episode"])
+    return Completion(**{**fields, **lists, "episode": episode})
+
+
+def _facts_of(episode: Episode) -> dict[str, Any]:
+    """What the turns of an episode do not show."""
+    facts = {"end": episode.end, "calls": list(episode.calls)}
+    if episode.reward is not None:
+        facts["reward"] = episode.reward
+    return facts | ({"error": episode.error} if episode.error else {})

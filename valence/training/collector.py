@@ -31,7 +31,7 @@ from valence.rewards.run import Stopped, close, score_all
 from valence.rollouts.protocol import Sampling
 from valence.training.engines import RolloutEngine
 from valence.training.episodes import EpisodeRun, episodes_of
-from valence.training.evaluate import Evaluation, as_text
+from valence.training.evaluate import Evaluation, answer_text, as_text
 from valence.training.folder import Messages
 from valence.training.out_of_memory import MemoryRetry
 from valence.training.prepare import Corpus, Prepared
@@ -616,7 +616,7 @@ class Collector:
         if prompts:
             text = as_text(prompts[0].row.prompt, self._prepared.tokenizer)
             score = None if self._prepared.recipe.is_unrewarded else scores[0][0].value
-            self.latest = text, completions[0][0].text, score
+            self.latest = text, answer_text(completions[0][0]), score
         for prompt, sampled, scored in zip(prompts, completions, scores, strict=True):
             lengths = [len(completion.tokens) for completion in sampled]
             example, sampled = with_prompts(prompt.example, sampled)
@@ -850,7 +850,7 @@ class Collector:
             row["feedback"] = score.feedback
         return row | {
             "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
-            "completion": completion.text,
+            "completion": answer_text(completion),
         }
 
 

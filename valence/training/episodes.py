@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from valence.data.encode import Encoder
-from valence.data.template import Tools as Schemas
 from valence.data.tool_calls import CallFormat, call_format_of
+from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
 from valence.rollouts.protocol import Sampling
@@ -146,9 +146,11 @@ class EpisodeRun:
         encoder = self.use.encoder
         has_ended = tokens[-1] in encoder.end_ids
         body = list(tokens[:-1] if has_ended else tokens)
-        self.text = str(encoder.tokenizer.decode(tokens, skip_special_tokens=True))
+        self.text = str(encoder.tokenizer.decode(list(tokens), skip_special_tokens=True))
         written = str(encoder.tokenizer.decode(body, skip_special_tokens=False))
-        turn = self.use.calls.parse(written, self.use.tools.schemas)
+        turn = self.use.calls.parse(
+            written, self.use.tools.schemas, num_earlier_calls=len(self.calls)
+        )
         if not has_ended:
             self.messages.append({"role": "assistant", "content": self.text})
             return await self._finish("length")
@@ -158,12 +160,18 @@ class EpisodeRun:
         if self.num_turns == self.use.max_turns:
             return await self._finish("turns")
         results = [await self._call(call) for call in turn.calls] if not turn.error else []
-        if turn.error:
-            self._record("", {}, "malformed", 0.0, len(turn.error))
-            template = encoder.template
-            results = [template.answer_of_error(self._conversation, turn.error, self._schemas)]
-        self.messages += results
-        suffix = encoder.encode_tool_suffix(self.chat, self.messages, len(results))
+        try:
+            if turn.error:
+                results = [self._answer_of(turn.error)]
+            self.messages += results
+            suffix = encoder.encode_tool_suffix(self.chat, self.messages, len(results))
+        except RowError as error:
+            raise UserError(
+                f"the chat template cannot continue a conversation with tools: {error.reason}",
+                code=error.code,
+                where="rollout.tools",
+                fix=error.fix,
+            ) from error
         if len(suffix) >= self.num_left:
             del self.messages[-len(results) :]
             return await self._finish("length")
@@ -173,13 +181,11 @@ class EpisodeRun:
         self.versions += self.versions[-1:] * len(suffix)
         return True
 
-    @property
-    def _schemas(self) -> Schemas:
-        return self.chat.tools
-
-    @property
-    def _conversation(self) -> list[Message]:
-        return [*self.chat.messages, *self.messages]
+    def _answer_of(self, problem: str) -> Message:
+        """The turn that answers a malformed call. Raises RowError."""
+        self._record("", {}, "malformed", 0.0, len(problem))
+        conversation = [*self.chat.messages, *self.messages]
+        return self.use.encoder.template.answer_of_error(conversation, problem, self.chat.tools)
 
     def _add(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         self.tokens += tokens

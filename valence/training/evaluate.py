@@ -5,6 +5,7 @@ The whole set counts as one step, so that no number depends on micro-batches.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import isnan
@@ -18,12 +19,14 @@ from valence.training.metrics import Meter
 from valence.training.step import Objective, SequenceResult, final_out_of_memory
 from valence.types import (
     Chat,
+    Completion,
     Content,
     Demonstration,
     Example,
     Ids,
     Judgement,
     Mean,
+    Message,
     MicroBatch,
     Preference,
     Ranking,
@@ -154,8 +157,26 @@ def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
     return _conversation(content)
 
 
+def answer_text(completion: Completion) -> str:
+    """A completion as readable text: its only turn, or all of its turns with their roles."""
+    if completion.episode is None or len(completion.episode.messages) < 2:
+        return completion.text
+    return _conversation(Chat(completion.episode.messages))
+
+
 def _conversation(chat: Chat) -> str:
-    texts = [m.get("content") or m.get("tool_calls") or "" for m in chat.messages]
+    texts = [_turn_text(message) for message in chat.messages]
     if len(texts) == 1:
-        return str(texts[0])
+        return texts[0]
     return "\n".join(f"{m['role']}: {text}" for m, text in zip(chat.messages, texts, strict=True))
+
+
+def _turn_text(message: Message) -> str:
+    """The content of a turn, and its tool calls as ``name({...})``."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    parts = [str(message.get("content") or "")]
+    for call in calls:
+        arguments = call.get("arguments", "")
+        shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        parts.append(f"{call.get('name')}({shown})")
+    return "\n".join(part for part in parts if part)

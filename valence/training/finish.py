@@ -17,7 +17,7 @@ from valence.reports.run_record import MODEL, SAMPLES, read_samples
 from valence.rollouts.protocol import Sampling
 from valence.storage import add_checksum
 from valence.terminal import output_errors, print_message
-from valence.training.evaluate import as_text
+from valence.training.evaluate import answer_text, as_text
 from valence.training.folder import RunFolder, as_json, now
 from valence.training.reference_cache import passes
 from valence.training.rounds import Rounds, describe_exclusions
@@ -27,6 +27,7 @@ from valence.training.state import HEAVY
 from valence.training.state_files import Snapshot
 from valence.training.text_losses import losses_before_training, record_forgetting
 from valence.training.trainer import Trainer
+from valence.types import Prompt
 
 
 def run_to_end(trainer: Trainer) -> Trainer:
@@ -242,16 +243,20 @@ def _samples(trainer: Trainer) -> list[dict[str, str]]:
     if not wanted.prompts or held_out is None:
         return []
     usable = {unit.id for unit in held_out.units}
-    prompts = [example.prompt for example in held_out.loaded.examples if example.id in usable]
-    distinct = list({repr(prompt): prompt for prompt in prompts}.values())[: wanted.prompts]
+    rows = [
+        Prompt(prompt=example.prompt, info=example.info, origin=example.origin)
+        for example in held_out.loaded.examples
+        if example.id in usable
+    ]
+    distinct = list({repr(row.prompt): row for row in rows}.values())[: wanted.prompts]
     sampling = Sampling(
         temperature=wanted.temperature,
         max_new_tokens=wanted.max_new_tokens,
         seed=trainer.recipe.train.seed,
     )
     answers = trainer.sample(distinct, sampling, quiet=False)
-    shown = [as_text(prompt, trainer.prepared.tokenizer) for prompt in distinct]
+    shown = [as_text(row.prompt, trainer.prepared.tokenizer) for row in distinct]
     return [
-        {"prompt": prompt, "before": answer[0].text}
+        {"prompt": prompt, "before": answer_text(answer[0])}
         for prompt, answer in zip(shown, answers, strict=True)
     ]

@@ -152,16 +152,18 @@ def open_run(
     group: Group,
     at: At = None,
     console: Console | None = None,
+    tools: bool = True,
 ) -> Trainer:
-    """Open the run, recipe or model that a target names, without rows, to sample from it."""
+    """Open the run, recipe or model that a target names, without rows, to sample from it. tools:
+    completions may call those of its recipe."""
     overrides = [*(f"data.{name}=[]" for name in LISTS), *overrides]
     if is_run(target):
         return restore(
-            Path(target), overrides=overrides, group=group, at=at, console=console, tools=True
+            Path(target), overrides=overrides, group=group, at=at, console=console, tools=tools
         )
     recipe = recipe_of(target)
     return open_recipe(
-        recipe, overrides, group=group, at=at, console=console, tools=True, name=target
+        recipe, overrides, group=group, at=at, console=console, tools=tools, name=target
     )
 
 

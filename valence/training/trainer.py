@@ -31,6 +31,7 @@ from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
 from valence.rollouts import Sampling
 from valence.training.callbacks import CallbackLike, Callbacks
 from valence.training.checkpoints import Saver
+from valence.training.episodes import episodes_of
 from valence.training.evaluate import Evaluation
 from valence.training.examples import (
     ExampleSource,
@@ -56,7 +57,7 @@ from valence.training.step import (
     loss_and_gradient,
     optimizer_step,
 )
-from valence.types import Chat, Completion, Content, Mean, TokenizedExample
+from valence.types import Chat, Completion, Content, Mean, Origin, Prompt, TokenizedExample
 
 SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
 """Metrics in the ``repr`` of a trainer, if its log has them."""
@@ -708,18 +709,30 @@ class Trainer:
             return self.examples.measure(rows, corpus, "measuring training rows")
 
     def sample(
-        self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True
+        self,
+        prompts: Sequence[Content | Prompt],
+        sampling: Sampling,
+        n: int = 1,
+        *,
+        quiet: bool = True,
     ) -> list[list[Completion]]:
         """Sample n completions of each prompt from the current policy.
 
-        Prompts are tokenized, and completions end, as in training. quiet: show no progress.
+        Prompts are tokenized, completions end, and tools are called, as in training. quiet: show no
+        progress.
 
         Raises UserError for a reward model, or when the policy's logits are not finite.
         """
         check_can_generate(self.prepared.method)
         encoder = self.prepared.encoder
         sampler = PolicySampler(self.policy, encoder, version=lambda: self.step)
-        token_ids = [encoder.encode_prompt(prompt) for prompt in prompts]
+        rows = [
+            p if isinstance(p, Prompt) else Prompt(prompt=p, origin=Origin("prompt", k))
+            for k, p in enumerate(prompts, 1)
+        ]
+        token_ids = [encoder.encode_prompt(row.prompt) for row in rows]
+        use = self.prepared.tool_use
+        episodes = episodes_of(use, rows, n, sampling, range(len(rows))) if use else ()
         total, num_ended = n * len(token_ids), 0
         console = self.messages.console
         with Progress(console, "answering prompts", total, quiet=quiet, brief=True) as bar:
@@ -731,7 +744,9 @@ class Trainer:
 
             try:
                 with self.state.evaluation_weights():
-                    return sampler.generate(token_ids, n, sampling, progress=advance)
+                    return sampler.generate(
+                        token_ids, n, sampling, progress=advance, episodes=episodes
+                    )
             except FloatingPointError as error:
                 raise sampling_failed(error, self.step) from error
 

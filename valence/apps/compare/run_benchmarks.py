@@ -352,7 +352,12 @@ class ModelBenchmarks:
         if missing:
             print_message(self.console, f"lm-eval: loading {target}")
             run = open_run(
-                target, self.overrides, group=SingleProcess(), at=at, console=self.console
+                target,
+                self.overrides,
+                group=SingleProcess(),
+                at=at,
+                console=self.console,
+                tools=False,
             )
             if run.prepared.method.is_reward_model:
                 raise UserError(

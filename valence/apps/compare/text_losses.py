@@ -86,7 +86,14 @@ def _losses(
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             message = f"{path} is damaged ({error}): the losses are computed again"
             print_message(console, message, "yellow")
-    run = open_run(model.target, overrides, group=SingleProcess(), at=model.at, console=console)
+    run = open_run(
+        model.target,
+        overrides,
+        group=SingleProcess(),
+        at=model.at,
+        console=console,
+        tools=False,
+    )
     losses = text_losses(run, rows)
     replace_file(path, json.dumps(add_checksum(losses.to_dict()), indent=1))
     return losses
