@@ -81,17 +81,18 @@ class ToolWorker:
 
     def stop(self) -> None:
         """Cancel asynchronous calls and end their event loop."""
-        loop = self._loop
+        loop, self._loop = self._loop, None
         if loop is None:
             return
 
-        def end() -> None:
-            for task in asyncio.all_tasks(loop):
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            loop.call_soon(loop.stop)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            loop.stop()
 
-        with contextlib.suppress(RuntimeError):  # it has ended
-            loop.call_soon_threadsafe(end)
+        asyncio.run_coroutine_threadsafe(end(), loop)
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         function = self.functions.get(name) or getattr(self._instance(), name)
@@ -141,7 +142,8 @@ class ToolWorker:
             return result
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="async tools", daemon=True).start()
+            run = partial(_run_forever, self._loop)
+            threading.Thread(target=run, name="asynchronous tools", daemon=True).start()
         result = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
         if isinstance(result, Raised):
             raise result.error
@@ -156,6 +158,12 @@ class ToolWorker:
         code: Any = getattr(unwrap(owner), "__code__", None) if callable(owner) else None
         inside = [f for f in frames if code is not None and f.filename == code.co_filename]
         return place_of(inside or frames)
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

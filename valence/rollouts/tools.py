@@ -68,7 +68,8 @@ class ToolError(Exception):
 
     def __init__(self, message: str, kind: ToolFailure = "exception", detail: str = "") -> None:
         super().__init__(message)
-        self.kind, self.detail = kind, detail
+        self.kind: ToolFailure = kind
+        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +447,7 @@ class ToolSession:
             problem = "the call was cancelled"
             try:
                 reply = await client.ask(json.dumps(message).encode() + b"\n", self._tools.timeout)
+                return reply
             except TimeoutError:
                 problem = f"no result within {self._tools.timeout:g} s"
                 raise ToolError(problem, "timeout") from None
@@ -458,7 +460,6 @@ class ToolSession:
                     environment = self._tools.environment
                     if environment is not None and environment.is_local == is_local:
                         self._lost = problem
-            return reply
 
     async def _start(self, is_local: bool) -> ProcessClient | ThreadClient:
         slots = self._tools.slots
@@ -598,7 +599,7 @@ def _make_tool(
     is_method: bool = False,
 ) -> _Tool:
     """Raises UserError if a function has no JSON schema."""
-    from transformers.utils import get_json_schema  # loads torch
+    from transformers.utils.chat_template_utils import get_json_schema  # loads torch
 
     place = definition_place(function) or target
     name = getattr(function, "__name__", None)
