@@ -502,8 +502,8 @@ class Episode:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Episode:
         """The episode of ``dataclasses.asdict``, also after JSON."""
-        lists = ("messages", "calls", "prompt_ids")
-        return cls(**{**record, **{name: tuple(record[name]) for name in lists}})
+        lists = {name: tuple(record[name]) for name in ("messages", "calls", "prompt_ids")}
+        return replace(cls(**record), **lists)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def collect(
             print_message(console, f"loading {folder}")
             checkpoint = None if models else checkpoint_of(step)
             trainer = open_run(
-                folder, allowed, group=SingleProcess(), at=checkpoint, console=console
+                folder, allowed, group=SingleProcess(), at=checkpoint, console=console, tools=False
             )
             models.append(ChatModel(trainer, name))
         serve(

@@ -249,7 +249,7 @@ def serve(
             print_message(console, f"loading {folder}")
             checkpoint = None if models else checkpoint_of(step)
             trainer = open_run(
-                folder, allowed, group=SingleProcess(), at=checkpoint, console=console
+                folder, allowed, group=SingleProcess(), at=checkpoint, console=console, tools=False
             )
             models.append(ChatModel(trainer, name, max_batch=max_batch))
             # the weights of a folder can be replaced without another step

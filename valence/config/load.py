@@ -252,8 +252,9 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
         values = _with_list(values, path, name)
     if values.get("method") in tuple(WITHOUT_REWARD) and not values.get("reward"):
         values["reward"] = [{"reward": "zero"}]
-    rollout = values.get("rollout")
-    if isinstance(rollout, Mapping) and rollout.get("environment") and not values.get("reward"):
+    rollout = cast(Mapping[str, Any], values.get("rollout") or {})
+    has_environment = isinstance(rollout, dict) and rollout.get("environment")
+    if has_environment and not values.get("reward"):
         values["reward"] = [{"reward": "environment"}]
     if isinstance(rewards := values.get("reward"), list):
         values["reward"] = [_with_judge(entry) for entry in cast(list[object], rewards)]

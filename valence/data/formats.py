@@ -261,8 +261,8 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
         for key in ("temperature", "top_p")
     )
     vocabulary = settings.get("vocabulary")
-    mask = settings.get("mask") or ()
-    if mask and (not isinstance(mask, list) or len(cast(list[Any], mask)) != num_tokens):
+    mask: Any = settings.get("mask") or ()
+    if mask and (not isinstance(mask, list) or len(mask) != num_tokens):
         raise UserError(
             f"the mask of {name} is no list with one value for each of the {num_tokens} tokens",
             code="row-length-mismatch",
@@ -274,7 +274,7 @@ def _read_sampled(row: Columns, num_tokens: int) -> Sampled:
         top_p,
         vocabulary if isinstance(vocabulary, str) else "",
         is_truncated=row.get("stop") == "length",
-        mask=tuple(map(bool, cast(list[Any], mask))),
+        mask=tuple(map(bool, mask)),
     )
 
 
