@@ -1,0 +1,242 @@
+"""Online runs whose completions have several turns, in which the policy calls tools."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.errors import raises_error
+from tests.training.online.recipes import logged
+from tests.training.online.tool_kit import (
+    BY_CHANCE,
+    SCALE,
+    SHOP,
+    make_with_short_turns,
+    tool_recipe,
+)
+from tests.training.resuming import killed, resumed_steps, train, weights
+from valence.methods import ONLINE
+from valence.rollouts import HFGenerator, Sampling
+from valence.training import episodes
+from valence.training.trainer import Trainer
+from valence.types import Completion
+
+SAMPLING = Sampling(max_new_tokens=150, seed=4)
+FAST = ("online_kto", "grpo", "ppo")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_with_short_turns(tmp_path)
+    monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
+    return tmp_path
+
+
+def built(place: Path, **changes: Any) -> Trainer:
+    return valence.build_run(tool_recipe(place, **changes))
+
+
+def completions_of(run: Trainer, n: int = 3) -> list[Completion]:
+    rows = [row for row in run.prepared.corpora["train"].loaded.examples]
+    return [c for group in run.sample(rows, SAMPLING, n) for c in group]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in ONLINE
+        if name not in ("online_distill", "hindsight")
+    ],
+)
+def test_every_method_trains_on_episodes(method: str, place: Path) -> None:
+    run, _ = train(tool_recipe(place, method))
+    first, *rows = logged(place)
+    assert first["eval/rollout/turns"] >= 1
+    sampled = [row for row in rows if "rollout/turns" in row]
+    assert len(sampled) >= 3
+    assert all(1 < row["rollout/turns"] < 4 and row["rollout/tool_calls"] > 0 for row in sampled)
+    assert any(0 < row["rollout/tool_errors"] < 1 for row in sampled)
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+
+
+def test_a_killed_run_ends_as_one_that_was_not(place: Path) -> None:
+    more: dict[str, Any] = {"rollout": {"epochs": 2}}
+    full, _ = train(tool_recipe(place, **more, run={"dir": str(place / "whole")}))
+    settings = tool_recipe(place, **more)
+    killed(settings, 4)
+    again, _ = train(settings)
+    assert resumed_steps(place / "run") == [3]
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(full).items())
+    assert logged(place) == logged(place, "whole")
+
+
+def test_tokens_are_those_of_the_conversation(place: Path) -> None:
+    """The tokens outside of the mask are what the template prints between sampled turns."""
+    run = built(place)
+    encoder = run.prepared.encoder
+    sampled = [c for c in completions_of(run) if c.episode and len(c.episode.messages) > 3]
+    assert len(sampled) > 3
+    for completion in sampled:
+        assert completion.episode is not None
+        assert len(completion.tokens) == len(completion.mask) == len(completion.logps)
+        shown = encoder.tokenizer.decode(completion.tokens)
+        for message in completion.episode.messages:
+            if message["role"] == "tool":
+                assert f"<tool_response>\n{message['content']}\n</tool_response>" in shown
+        given = compress(completion.tokens, (not is_sampled for is_sampled in completion.mask))
+        text = encoder.tokenizer.decode(list(given))
+        num_results = sum(m["role"] == "tool" for m in completion.episode.messages)
+        assert text.count("<tool_response>") == num_results
+        assert text.count("<|im_start|>assistant\n") == num_results
+
+
+def test_log_probabilities_are_those_of_the_whole_sequence(place: Path) -> None:
+    run = built(place)
+    generator = HFGenerator(run.policy.causal, run.prepared.tokenizer, end_ids=[0])  # type: ignore[arg-type]
+    rows = run.prepared.corpora["train"].loaded.examples
+    for row, group in zip(rows, run.sample(list(rows), SAMPLING, 2), strict=True):
+        prompt = run.prepared.encoder.encode_prompt(row.prompt)
+        for completion in group:
+            [expected] = generator.logps([(prompt, completion.tokens)])
+            for logp, other, is_sampled in zip(
+                completion.logps, expected, completion.mask, strict=True
+            ):
+                assert logp == (pytest.approx(other, abs=1e-4) if is_sampled else 0)
+
+
+def test_episodes_do_not_depend_on_those_that_are_sampled_with_them(place: Path) -> None:
+    run = built(place)
+    together = completions_of(run)
+    rows = list(run.prepared.corpora["train"].loaded.examples)
+    use = run.prepared.tool_use
+    assert use is not None
+    sampler = valence.training.sampling.PolicySampler(  # type: ignore[attr-defined]
+        run.policy, run.prepared.encoder, version=lambda: 0, batch_size=2
+    )
+    alone = sampler.generate(
+        [run.prepared.encoder.encode_prompt(row.prompt) for row in rows],
+        3,
+        SAMPLING,
+        episodes=episodes.episodes_of(use, rows, 3, SAMPLING, range(len(rows))),  # type: ignore[arg-type]
+    )
+    assert [c.tokens for group in alone for c in group] == [c.tokens for c in together]
+
+
+def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
+    """Bit for bit, in micro-batches of any size."""
+    run = built(place)
+    objective = run.state.objective
+    rows = list(run.prepared.corpora["train"].loaded.examples)
+    groups = run.sample(rows, SAMPLING, 4)
+    from valence.training.collector import Collector, RolloutPrompt, RoundTally
+
+    assert isinstance(run.examples, valence.training.rounds.Rounds)  # type: ignore[attr-defined]
+    collector: Collector = run.examples.collector
+    units = run.prepared.corpora["train"].units
+    prompts = [RolloutPrompt(unit, row) for unit, row in zip(units, rows, strict=True)]  # type: ignore[arg-type]
+    tally = RoundTally()
+    scores = collector.score(groups, tally)
+    sampled = collector.measure(collector.group(prompts, groups, scores, tally), ("old",), tally)
+    builder = run.prepared.method.sample_builder
+    assert builder is not None
+    examples = builder(sampled, run.recipe.rollout, run.recipe.loss)
+    masks = [answer.mask for example in examples for answer in example.answers]
+    assert any(0 < sum(mask) < len(mask) for mask in masks)
+    expected = None
+    for size in (64, 500, 4000):
+        objective.micro_batch_tokens = size
+        run.policy.zero_grad()
+        result = objective(examples)
+        gradient = torch.cat(
+            [p.grad.flatten() for p in run.policy.parameters() if p.grad is not None]
+        )
+        if expected is None:
+            expected = result.loss, gradient
+        assert result.loss == pytest.approx(expected[0], rel=1e-5, abs=1e-8)
+        assert torch.allclose(gradient, expected[1], rtol=1e-3, atol=1e-6)
+
+
+def test_an_environment_resets_rewards_and_adds_to_the_prompt(place: Path) -> None:
+    held = place / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "tell of rain", "wanted": 3}) + "\n")
+    settings = tool_recipe(place, reward=[], rollout={"tools": None, "environment": SHOP})
+    run, _ = train(settings)
+    assert any(row.get("reward/max", 0) > 1 for row in logged(place))
+    rows = [replace(row, info={"wanted": 5}) for row in run.prepared.corpora["train"].loaded.examples]  # type: ignore[type-var]
+    [[completion], *_] = run.sample(rows, SAMPLING)
+    assert completion.episode is not None
+    prompt = run.prepared.tokenizer.decode(list(completion.episode.prompt_ids))
+    assert " Buy 5." in prompt
+    assert completion.episode.reward == sum(
+        call["arguments"].get("number", 0) for call in completion.episode.calls
+    ) + 0.5
+
+
+def test_prompts_of_environments_are_context(place: Path) -> None:
+    """Rows whose resets differ share what their prompts begin with."""
+    from valence.training.collector import with_prompts
+
+    run = built(place, reward=[], rollout={"tools": None, "environment": SHOP})
+    row = run.prepared.corpora["train"].loaded.examples[0]
+    unit = run.prepared.corpora["train"].units[0]
+    rows = [replace(row, info={"wanted": n}) for n in (0, 12, 13)]  # type: ignore[type-var]
+    completions = [c for [c] in run.sample(rows, SAMPLING)]
+    example, extended = with_prompts(unit, completions)
+    encoder = run.prepared.encoder
+    for completion, original in zip(extended, completions, strict=True):
+        assert original.episode is not None
+        prompt = original.episode.prompt_ids or unit.prompt_ids
+        assert example.prompt_ids + completion.tokens == prompt + original.tokens
+        assert len(completion.tokens) == len(completion.mask) == len(completion.logps)
+        assert list(compress(completion.tokens, completion.mask)) == list(
+            compress(original.tokens, original.mask)
+        )
+    assert "Buy" not in encoder.tokenizer.decode(list(example.prompt_ids))
+
+
+def test_a_reset_that_fails_is_no_score(place: Path) -> None:
+    held = place / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "tell of rain"}) + "\n")  # without `wanted`
+    settings = tool_recipe(place, reward=[], rollout={"tools": None, "environment": SHOP})
+    with raises_error("reward-failures", where="reward"):
+        train(settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "where"),
+    [
+        ({"data": {"chat_template": None}}, "tools-need-template", "rollout.tools"),
+        ({"rollout": {"tools": ["nothing:here"]}}, "tool-module-not-found", "rollout.tools"),
+        ({"rollout": {"engine": "openai", "url": "http://x"}, "method": "online_kto"},
+         "setting-conflict", "rollout.engine"),
+        ({"rollout": {"tools": None}}, "setting-no-effect", "rollout.max_turns"),
+        ({"rollout": {"tools": [SCALE], "environment": SHOP}}, "tool-duplicate", "rollout"),
+        ({"parallel": {"shard": "full"}}, "setting-conflict", "rollout.engine"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit(
+    changes: dict[str, Any], code: str, where: str, place: Path
+) -> None:
+    with raises_error(code, where=where):
+        valence.build_run(tool_recipe(place, **changes))
+
+
+def test_tools_of_a_run_folder_are_not_run_unless_they_are_named(place: Path) -> None:
+    from valence.distributed.process_group import SingleProcess
+    from valence.training.open_run import open_run
+
+    train(tool_recipe(place, train={"max_steps": 2}))
+    group, target = SingleProcess(), str(place / "run")
+    with raises_error("code-not-trusted", where="rollout.tools"):
+        open_run(target, group=group)
+    assert open_run(target, ["rollout.tools=null"], group=group).prepared.tool_use is None
+    run = open_run(target, [f"rollout.tools=[{SCALE}]"], group=group)
+    assert run.prepared.tool_use is not None

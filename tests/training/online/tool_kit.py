@@ -1,0 +1,105 @@
+"""Tools and environments of the tests, and a model that calls them by chance."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.training.online.recipes import make, recipe
+from valence.data.tool_calls import CallFormat, _MalformedCallError, _Turn
+from valence.types import Completion
+
+SCALE = "tests.training.online.tool_kit:scale"
+SHOP = "tests.training.online.tool_kit:Shop"
+TURNS = "tests.training.online.tool_kit:turns"
+
+
+def scale(number: int, factor: int = 2) -> int:
+    """Multiply a number.
+
+    Args:
+        number: The number.
+        factor: What to multiply it by.
+    """
+    if number % 7 == 0:
+        raise ValueError("no multiples of seven")
+    return number * factor
+
+
+async def wait(number: int) -> str:
+    """Wait a little.
+
+    Args:
+        number: Hundredths of a second.
+    """
+    time.sleep(number / 100)
+    return "waited"
+
+
+class Shop:
+    """Counts what was bought. Its prompts differ between rows."""
+
+    def __init__(self) -> None:
+        self.count, self.wanted = 0, 0
+
+    def reset(self, wanted: int, **_: Any) -> str | None:
+        """Called for each sample."""
+        self.count, self.wanted = 0, wanted
+        return f" Buy {wanted}." if wanted else None
+
+    def scale(self, number: int) -> str:
+        """Buy some.
+
+        Args:
+            number: How many.
+        """
+        self.count += number
+        return f"{self.count} in all"
+
+    def get_reward(self) -> float:
+        return self.count + self.wanted / 10
+
+
+def turns(completions: list[Completion]) -> list[float]:
+    """A reward that reads the turns."""
+    rewards = []
+    for completion in completions:
+        assert completion.episode is not None
+        text = str(completion.episode.messages)
+        rewards.append(text.count("a") + 0.1 * len(completion.episode.calls))
+    return rewards
+
+
+def _read(text: str, _: Any) -> _Turn:
+    """Any turn of an even length is a call; every fifth one of these is malformed."""
+    turn = _Turn(text)
+    if len(text) % 10 == 0:
+        raise _MalformedCallError("write the call as JSON")
+    if len(text) % 2 == 0:
+        turn.add("scale", {"number": len(text)})
+    return turn
+
+
+BY_CHANCE = CallFormat("by chance", _read)
+"""Reads calls out of the texts of a model that was not trained."""
+
+
+def make_with_short_turns(place: Path, **changes: Any) -> None:
+    """A model with many end tokens, so that its turns are short."""
+    make(place, **changes)
+    model: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    model.generation_config.eos_token_id = list(range(5, model.config.vocab_size, 6))
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(place / "model")
+
+
+def tool_recipe(place: Path, method: str = "grpo", **changes: Any) -> dict[str, Any]:
+    rollout = {
+        "num_rollouts": 4, "max_new_tokens": 150, "max_turns": 4, "tools": [SCALE],
+    } | changes.pop("rollout", {})  # fmt: skip
+    data = {"chat_template": "chatml", "max_length": 1400} | changes.pop("data", {})
+    return recipe(place, method, rollout=rollout, data=data, **{"reward": TURNS, **changes})
