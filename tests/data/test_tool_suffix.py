@@ -34,6 +34,9 @@ def conversation_of(name: str) -> tuple[Conversation, Conversation]:
     """A prompt, and what follows: turns with calls and their results, then an answer."""
     model = TOOL_MODELS[name]
     thought = {model.reasoning: "I should look."} if model.reasoning else {}
+    # Harmony drops reasoning in front of calls, and only reasoning makes the offline path train on
+    # the channel of an answer.
+    last_thought = {"thinking": "Now I know."} if model.format == "harmony" else thought
     prompt = [turn("system", "be kind"), turn("user", "How warm is Zürich, and 2 + 2?")]
     first = [call("weather", {"city": "Zürich"})]
     second = [
@@ -46,7 +49,7 @@ def conversation_of(name: str) -> tuple[Conversation, Conversation]:
         *results_of(first, "4 degrees"),
         turn("assistant", "", tool_calls=second, **thought),
         *results_of(second, *contents[: model.num_calls]),
-        turn("assistant", "It is cold.", **thought),
+        turn("assistant", "It is cold.", **last_thought),
     ]
     return prompt if model.system else prompt[1:], turns
 
@@ -74,9 +77,12 @@ class Reference:
         """What a model generates for turn i: what the template prints behind its generation
         prompt, and the end token.
         """
-        asked, text = self.text(messages[:i], ask=True), self.text(messages[: i + 1], ask=False)
-        assert text.startswith(asked)
-        body = text[len(asked) :]
+        prompt, text = (
+            self.text(messages[:i], ask=True),
+            self.text(messages[: i + 1], ask=False),
+        )
+        assert text.startswith(prompt)
+        body = text[len(prompt) :]
         body = body[: body.index(end)] if end in body else body
         return self.tokenizer.encode(body + end, add_special_tokens=False)
 
@@ -109,13 +115,13 @@ def play(name: str) -> tuple[list[int], list[bool]]:
 def test_tokens_of_an_online_conversation_are_those_of_the_whole_conversation(name: str) -> None:
     model, reference = TOOL_MODELS[name], Reference(name)
     prompt, turns = conversation_of(name)
-    whole = reference.ids([*prompt, *turns], ask=False)
+    expected = reference.ids([*prompt, *turns], ask=False)
     ids, mask = play(name)
     if model.answer_end == "<|user|>":  # which the template prints only before the next user turn
         assert reference.tokenizer.decode(ids[-1:]) == "<|user|>"
         ids, mask = ids[:-1], mask[:-1]
-    assert ids == whole[: len(ids)]
-    assert reference.tokenizer.decode(whole[len(ids) :]) == model.after
+    assert ids == expected[: len(ids)]
+    assert reference.tokenizer.decode(expected[len(ids) :]) == model.after
     assert mask[-1]
 
 
@@ -304,4 +310,4 @@ def test_an_error_is_answered_in_a_turn_that_the_template_prints(name: str) -> N
     assert answer["role"] == ("user" if AS_USER.get(name) else "tool")
     suffix = template.tool_suffix([*messages, answer], 1, TOOLS)
     assert "write JSON" in suffix
-    assert Reference(name).text([*messages, answer], ask=True).endswith(suffix)
+    assert template.render([*messages, answer], TOOLS, ask=True).endswith(suffix)

@@ -53,7 +53,7 @@ class ToolCall:
 class ParsedTurn:
     """An assistant turn. ``content``: the text without its calls; all of the text if a call is
     malformed. ``error``: why a call is malformed and how to fix it; empty if none is. A turn with
-    an error has no calls. ``reasoning``: in formats that keep it in a message of its own (Harmony);
+    an error has no calls. ``reasoning``: in formats that keep it in a separate message (Harmony);
     elsewhere it is a part of the content.
     """
 
@@ -334,7 +334,7 @@ _PARAMETER = re.compile(
 def _read_xml(text: str, tools: Tools) -> _Turn:
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
-    A value in ``<tool_call>`` stands on lines of its own; one in ``<seed:tool_call>`` does not.
+    A value in ``<tool_call>`` stands on separate lines; one in ``<seed:tool_call>`` does not.
     """
     tag = "seed:tool_call" if "<seed:tool_call>" in text else "tool_call"
     turn, is_on_lines = _Turn(), tag == "tool_call"
