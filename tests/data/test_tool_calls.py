@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.encoding import turn
-from tests.data.tool_models import FOLDER, TOOL_MODELS, call, stop_ids, tool, tool_tokenizer
+from tests.data.tool_models import (
+    FOLDER,
+    MARKUP_TEXT,
+    TOOL_MODELS,
+    call,
+    stop_ids,
+    tool,
+    tool_tokenizer,
+)
 from tests.tiny import CHATML, tiny_tokenizer
 from valence.data.template import ChatTemplate
 from valence.data.tool_calls import (
@@ -231,7 +239,7 @@ def test_llama_calls_are_the_whole_turn() -> None:
     body = '{"name": "f", "parameters": {"x": 1}}'
     for text in (body, f"<|python_tag|>{body}", f"\n{body} ", f"{body};"):
         assert calls_in(LLAMA, text) == [("f", {"x": 1})]
-    assert calls_in(LLAMA, f"{body}; {body}") == [("f", {"x": 1})] * 2
+    assert "write one call" in LLAMA.parse(f"{body}; {body}").error
     for answer in ('{"answer": 1}', "{not JSON", f"See {body}", '{"name": "Ada", "age": 36}', ""):
         assert LLAMA.parse(answer) == ParsedTurn(answer)
 
@@ -275,7 +283,8 @@ def test_harmony_channels() -> None:
         "",
         "I could call to=functions.g.",
     )
-    assert parsed.message["thinking"] == "I could call to=functions.g."
+    assert parsed.message["content"] == ""  # the template prints one of both
+    assert parsed.message["thinking"] == "I could call to=functions.g.\nOne moment."
     answer = (
         "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>4"
     )
@@ -389,6 +398,8 @@ MALFORMED: dict[str, tuple[str, ...]] = {
         "<|channel|>commentary to=functions.f<|message|>[1]",
         "<|channel|>commentary to=functions.f<|message|>{} {}",
         "<|channel|>commentary to=functions.<|message|>{}",
+        "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+        "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}",
         "<|channel|>commentary to=functions.f",
     ),
     "deepseek": (
@@ -418,6 +429,7 @@ def test_malformed_calls_are_explained(name: str, text: str) -> None:
     assert "\n" not in parsed.error.strip() or "\n" in text
     assert parsed.calls == ()
     assert parsed.content == text or name == "harmony"
+    assert "<|" not in parsed.error or name == "gemma"
     assert "<|channel|>" not in parsed.message["content"]
 
 
@@ -431,29 +443,16 @@ def test_errors_say_what_to_write() -> None:
     assert "must be a JSON object" in error(HERMES, MALFORMED["hermes"][7])
     assert "<function=tool_name>" in error(XML, "<tool_call>f(x=1)</tool_call>")
     assert "<arg_key>argument</arg_key>" in error(GLM, MALFORMED["glm"][1])
-    assert "write nothing behind it" in error(LLAMA, MALFORMED["llama"][4])
+    assert "nothing behind it" in error(LLAMA, MALFORMED["llama"][4])
     assert "[ARGS]" in error(MISTRAL, '[TOOL_CALLS]f{"x": 1}')
     assert '<|"|>' in error(GEMMA, "<|tool_call>call:f{x:a b}<tool_call|>")
-    assert "<|message|>" in error(HARMONY, MALFORMED["harmony"][-1])
+    assert "write them as a JSON object" in error(HARMONY, MALFORMED["harmony"][-1])
+    assert "one at a time" in error(HARMONY, MALFORMED["harmony"][-2])
+    assert "<|" not in error(HARMONY, "<|channel|>x to=functions.f<|message|>{} <|start|>")
+    assert "write one call" in error(LLAMA, MALFORMED["llama"][-1])
 
 
-DEEPSEEK_MARKUP = tuple(
-    f"<\uff5ctool\u2581{word}\uff5c>"
-    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
-)
-MARKUP = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>",
-    "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
-    "<|tool_call>", "<tool_call|>", "call:", '<|"|>', "<escape>", "<start_function_call>",
-    "<end_function_call>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "to=functions.f",
-    "analysis", *DEEPSEEK_MARKUP, "```json\n", '{"name": ', '"f"', ', "arguments": ',
-    ', "parameters": ', "{", "}", "[", "]", ";", ":", ",", '"x"', "1", "\n", " ", "\\ud800", "NaN",
-)  # fmt: skip
-PIECES = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=4)), max_size=30)
-
-
-@given(st.sampled_from(CALL_FORMATS), PIECES.map("".join))
+@given(st.sampled_from(CALL_FORMATS), MARKUP_TEXT)
 def test_any_text_is_parsed_without_an_exception(call_format: CallFormat, text: str) -> None:
     for tools in ((), TOOLS):
         parsed = call_format.parse(text, tools)

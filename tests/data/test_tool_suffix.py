@@ -7,9 +7,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.encoding import HERE, turn
-from tests.data.tool_models import TOOL_MODELS, call, results_of, stop_ids, tool, tool_tokenizer
+from tests.data.tool_models import (
+    MARKUP_TEXT,
+    TOOL_MODELS,
+    call,
+    results_of,
+    stop_ids,
+    tool,
+    tool_tokenizer,
+)
 from tests.tiny import NO_END, tiny_tokenizer
 from valence.data.encode import Encoder
 from valence.data.template import ChatTemplate
@@ -311,3 +321,28 @@ def test_an_error_is_answered_in_a_turn_that_the_template_prints(name: str) -> N
     suffix = template.tool_suffix([*messages, answer], 1, TOOLS)
     assert "write JSON" in suffix
     assert template.render([*messages, answer], TOOLS, ask=True).endswith(suffix)
+
+
+@given(st.sampled_from(sorted(TOOL_MODELS.keys() - {"mistral-nemo"})), MARKUP_TEXT)
+def test_any_sampled_text_can_be_answered(name: str, text: str) -> None:
+    """By the results of its calls, or by an error; what was sampled does not change the suffix."""
+    prompt, turns = conversation_of(name)
+    template = encoder_of(name).template
+    call_format = call_format_of(template.source(TOOLS))
+    assert call_format is not None
+    parsed = call_format.parse(text, TOOLS)
+    messages = [*prompt, parsed.message]
+    if parsed.calls:
+        calls = parsed.message["tool_calls"]
+        suffix = template.tool_suffix(
+            [*messages, *results_of(calls, *["4 degrees"] * len(calls))], len(calls), TOOLS
+        )
+        expected = template.tool_suffix([*prompt, *turns[:2]], 1, TOOLS)
+        if len(calls) == 1:
+            assert suffix == expected.replace("weather", parsed.calls[0].name)
+        assert suffix.count("4 degrees") == len(calls)
+    else:
+        answer = template.answer_of_error(messages, "write JSON", TOOLS)
+        suffix = template.tool_suffix([*messages, answer], 1, TOOLS)
+        other = [*prompt, turn("assistant", "hello"), answer]
+        assert suffix == template.tool_suffix(other, 1, TOOLS)
