@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import normalizers
 
 from tests.data.encoding import answered, bad, chat, encoded, encoder, notes, text, turn
+from tests.data.tool_models import call, results_of, tool
 from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, INST, tiny_tokenizer
 from valence.data.template import ChatTemplate, chatml_template, with_template
@@ -29,6 +31,66 @@ def test_chatml_by_name_ends_a_turn_with_one_token() -> None:
     ) == ("<|im_start|>user\nhello</s>\n<|im_start|>assistant\n")
     with raises_error("end-token-missing", fix="model.tokenizer"):
         chatml_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
+
+
+def plain_chatml(messages: list[dict[str, Any]], *, ask: bool, end: str = "<|im_end|>") -> str:
+    """ChatML without tools."""
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}{end}\n" for m in messages]
+    return "".join(turns) + ("<|im_start|>assistant\n" if ask else "")
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_chatml_without_tools_prints_the_turns_alone(ask: bool) -> None:
+    system, question, answer = (
+        turn("system", " be kind\n"),
+        turn("user", "hi"),
+        turn("assistant", ""),
+    )
+    for messages in (
+        [question],
+        [system, question],
+        [system, question, answer],
+        [question, answer, question, system, turn("other", "x"), answer],
+        [system, question, {**answer, "content": "a", "tool_calls": [], "reasoning": "b"}],
+    ):
+        for tokenizer, end in ((tiny_tokenizer(), "<|im_end|>"), (OTHER_END, "</s>")):
+            template = ChatTemplate(with_template(tokenizer, "chatml"))
+            expected = plain_chatml(messages, ask=ask, end=end)
+            assert template.render(messages, ask=ask) == expected
+    begins = ChatTemplate(with_template(tiny_tokenizer(None, adds_bos=True), "chatml"))
+    assert begins.render([question], ask=ask) == "<s>" + plain_chatml([question], ask=ask)
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_chatml_prints_tools_as_qwen_does(ask: bool) -> None:
+    qwen = (Path(__file__).parent / "templates" / "qwen2.5.jinja").read_text(encoding="utf-8")
+    reference = ChatTemplate(tiny_tokenizer(qwen))
+    chatml = ChatTemplate(with_template(tiny_tokenizer(), "chatml"))
+    tools = (tool("f", x="string"), tool("größe"))
+    calls = [call("f", {"x": 'a\n"ü"'}), call("größe", {}, "call00001")]
+    system, question = turn("system", "be kind"), turn("user", "hi")
+    called = [turn("assistant", "So.", tool_calls=calls), *results_of(calls, "1", "zwölf")]
+    silent = [turn("assistant", "", tool_calls=calls[:1]), *results_of(calls[:1], "")]
+    for messages in (
+        [system, question],
+        [system, question, *called],
+        [system, question, *called, *silent, turn("assistant", "done"), question, *silent],
+        [system, question, *called[:1]],
+        [system, question, turn("assistant", None, tool_calls=calls), *called[1:2]],
+    ):
+        for offered in ((), tools):
+            expected = reference.render(messages, offered, ask=ask)
+            assert chatml.render(messages, offered, ask=ask) == expected
+    text = chatml.render([question], tools, ask=ask)
+    assert text.startswith("<|im_start|>system\n# Tools\n\nYou may call one or more functions")
+    assert text.endswith(plain_chatml([question], ask=ask))
+    as_text = {**calls[0], "function": {"name": "f", "arguments": '{"x": 1}'}}
+    printed = chatml.render([question, turn("assistant", None, tool_calls=[as_text])], ask=ask)
+    assert '{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>' in printed
+    assert chatml.reads_tools(tools)
+
+
+OTHER_END = tiny_tokenizer(None, chatml_tokens=False)
 
 
 def test_chats_without_a_template_are_bad_rows_that_name_the_setting() -> None:

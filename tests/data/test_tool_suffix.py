@@ -7,9 +7,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.encoding import HERE, turn
-from tests.data.tool_models import TOOL_MODELS, call, results_of, stop_ids, tool, tool_tokenizer
+from tests.data.tool_models import (
+    MARKUP_TEXT,
+    TOOL_MODELS,
+    call,
+    results_of,
+    stop_ids,
+    tool,
+    tool_tokenizer,
+)
 from tests.tiny import NO_END, tiny_tokenizer
 from valence.data.encode import Encoder
 from valence.data.template import ChatTemplate
@@ -34,6 +44,9 @@ def conversation_of(name: str) -> tuple[Conversation, Conversation]:
     """A prompt, and what follows: turns with calls and their results, then an answer."""
     model = TOOL_MODELS[name]
     thought = {model.reasoning: "I should look."} if model.reasoning else {}
+    # Harmony drops reasoning in front of calls, and only reasoning makes the offline path train on
+    # the channel of an answer.
+    last_thought = {"thinking": "Now I know."} if model.format == "harmony" else thought
     prompt = [turn("system", "be kind"), turn("user", "How warm is Zürich, and 2 + 2?")]
     first = [call("weather", {"city": "Zürich"})]
     second = [
@@ -46,7 +59,7 @@ def conversation_of(name: str) -> tuple[Conversation, Conversation]:
         *results_of(first, "4 degrees"),
         turn("assistant", "", tool_calls=second, **thought),
         *results_of(second, *contents[: model.num_calls]),
-        turn("assistant", "It is cold.", **thought),
+        turn("assistant", "It is cold.", **last_thought),
     ]
     return prompt if model.system else prompt[1:], turns
 
@@ -74,9 +87,12 @@ class Reference:
         """What a model generates for turn i: what the template prints behind its generation
         prompt, and the end token.
         """
-        asked, text = self.text(messages[:i], ask=True), self.text(messages[: i + 1], ask=False)
-        assert text.startswith(asked)
-        body = text[len(asked) :]
+        prompt, text = (
+            self.text(messages[:i], ask=True),
+            self.text(messages[: i + 1], ask=False),
+        )
+        assert text.startswith(prompt)
+        body = text[len(prompt) :]
         body = body[: body.index(end)] if end in body else body
         return self.tokenizer.encode(body + end, add_special_tokens=False)
 
@@ -109,13 +125,13 @@ def play(name: str) -> tuple[list[int], list[bool]]:
 def test_tokens_of_an_online_conversation_are_those_of_the_whole_conversation(name: str) -> None:
     model, reference = TOOL_MODELS[name], Reference(name)
     prompt, turns = conversation_of(name)
-    whole = reference.ids([*prompt, *turns], ask=False)
+    expected = reference.ids([*prompt, *turns], ask=False)
     ids, mask = play(name)
     if model.answer_end == "<|user|>":  # which the template prints only before the next user turn
         assert reference.tokenizer.decode(ids[-1:]) == "<|user|>"
         ids, mask = ids[:-1], mask[:-1]
-    assert ids == whole[: len(ids)]
-    assert reference.tokenizer.decode(whole[len(ids) :]) == model.after
+    assert ids == expected[: len(ids)]
+    assert reference.tokenizer.decode(expected[len(ids) :]) == model.after
     assert mask[-1]
 
 
@@ -304,4 +320,29 @@ def test_an_error_is_answered_in_a_turn_that_the_template_prints(name: str) -> N
     assert answer["role"] == ("user" if AS_USER.get(name) else "tool")
     suffix = template.tool_suffix([*messages, answer], 1, TOOLS)
     assert "write JSON" in suffix
-    assert Reference(name).text([*messages, answer], ask=True).endswith(suffix)
+    assert template.render([*messages, answer], TOOLS, ask=True).endswith(suffix)
+
+
+@given(st.sampled_from(sorted(TOOL_MODELS.keys() - {"mistral-nemo"})), MARKUP_TEXT)
+def test_any_sampled_text_can_be_answered(name: str, text: str) -> None:
+    """By the results of its calls, or by an error; what was sampled does not change the suffix."""
+    prompt, turns = conversation_of(name)
+    template = encoder_of(name).template
+    call_format = call_format_of(template.source(TOOLS))
+    assert call_format is not None
+    parsed = call_format.parse(text, TOOLS)
+    messages = [*prompt, parsed.message]
+    if parsed.calls:
+        calls = parsed.message["tool_calls"]
+        suffix = template.tool_suffix(
+            [*messages, *results_of(calls, *["4 degrees"] * len(calls))], len(calls), TOOLS
+        )
+        expected = template.tool_suffix([*prompt, *turns[:2]], 1, TOOLS)
+        if len(calls) == 1:
+            assert suffix == expected.replace("weather", parsed.calls[0].name)
+        assert suffix.count("4 degrees") == len(calls)
+    else:
+        answer = template.answer_of_error(messages, "write JSON", TOOLS)
+        suffix = template.tool_suffix([*messages, answer], 1, TOOLS)
+        other = [*prompt, turn("assistant", "hello"), answer]
+        assert suffix == template.tool_suffix(other, 1, TOOLS)

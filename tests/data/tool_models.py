@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.data import tool_templates
@@ -135,3 +136,21 @@ def results_of(calls: Sequence[Mapping[str, Any]], *contents: str) -> list[dict[
         {"role": "tool", "name": c["function"]["name"], "tool_call_id": c["id"], "content": content}
         for c, content in zip(calls, contents, strict=True)
     ]
+
+
+DEEPSEEK_MARKUP = tuple(
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
+MARKUP = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>",
+    "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<|tool_call>", "<tool_call|>", "call:", '<|"|>', "<escape>", "<start_function_call>",
+    "<end_function_call>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "to=functions.f",
+    "analysis", *DEEPSEEK_MARKUP, "```json\n", '{"name": ', '"f"', ', "arguments": ',
+    ', "parameters": ', "{", "}", "[", "]", ";", ":", ",", '"x"', "1", "\n", " ", "\\ud800", "NaN",
+)  # fmt: skip
+_PIECES = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=4)), max_size=30)
+MARKUP_TEXT = _PIECES.map("".join)
+"""Text that is made of markup of all formats and a few other characters."""

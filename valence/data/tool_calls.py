@@ -53,7 +53,7 @@ class ToolCall:
 class ParsedTurn:
     """An assistant turn. ``content``: the text without its calls; all of the text if a call is
     malformed. ``error``: why a call is malformed and how to fix it; empty if none is. A turn with
-    an error has no calls. ``reasoning``: in formats that keep it in a message of its own (Harmony);
+    an error has no calls. ``reasoning``: in formats that keep it in a separate message (Harmony);
     elsewhere it is a part of the content.
     """
 
@@ -68,6 +68,8 @@ class ParsedTurn:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["thinking"] = self.reasoning
+            if self.calls and self.content:  # Harmony's template refuses both in front of a call
+                message |= {"content": "", "thinking": f"{self.reasoning}\n{self.content}"}
         if self.calls:
             message["tool_calls"] = [
                 {
@@ -126,9 +128,10 @@ class CallFormat:
         try:
             turn = self._read(answer, tools)
         except _MalformedCallError as error:
-            return ParsedTurn(
-                _plain_harmony(text) if self.name == "harmony" else text, (), f"{error}"
-            )
+            if self.name == "harmony":  # whose tokens would start messages within the answer
+                plain = re.sub(r"<\|[a-z]+\|>", " ", f"{error}")
+                return ParsedTurn(_without_channels(text), error=plain)
+            return ParsedTurn(text, error=f"{error}")
         if not turn.calls:
             return ParsedTurn(reasoning + turn.content, reasoning=turn.reasoning)
         calls = tuple(
@@ -334,7 +337,7 @@ _PARAMETER = re.compile(
 def _read_xml(text: str, tools: Tools) -> _Turn:
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
-    A value in ``<tool_call>`` stands on lines of its own; one in ``<seed:tool_call>`` does not.
+    A value in ``<tool_call>`` stands on separate lines; one in ``<seed:tool_call>`` does not.
     """
     tag = "seed:tool_call" if "<seed:tool_call>" in text else "tool_call"
     turn, is_on_lines = _Turn(), tag == "tool_call"
@@ -391,36 +394,31 @@ _LLAMA_START = re.compile(r"\s*(<\|python_tag\|>)?\s*(\{)?")
 
 
 def _read_llama(text: str, _: Tools) -> _Turn:
-    """``{"name": ..., "parameters": {...}}`` as the whole turn, also several with ``;`` between
-    them. Another JSON object is an answer.
+    """``{"name": ..., "parameters": {...}}`` as the whole turn. Another JSON object is an answer.
+
+    The templates print one call in a turn.
     """
     start = _LLAMA_START.match(text)
     assert start is not None
-    is_tagged = start[1] is not None
+    is_tagged, turn = start[1] is not None, _Turn()
     if not is_tagged and start[2] is None:
         return _Turn(text)
-    turn, position = _Turn(), start.end() - len(start[2] or "")
+    position = start.end() - len(start[2] or "")
     try:
-        while True:
-            value, position = _json_at(text, position)
-            if not (is_tagged or turn.calls) and not _is_llama_call(value):
-                return _Turn(text)
-            _add_json_call(turn, value, ("parameters", "arguments"))
-            rest = text[position:].lstrip()
-            if not rest:
-                return turn
-            if rest[0] != ";":
-                raise _MalformedCallError(
-                    f"the tool call has {_shown(rest)} behind its JSON object; write nothing "
-                    "behind it"
-                )
-            position = len(text) - len(rest) + 1
-            if not text[position:].strip():
-                return turn
+        value, end = _json_at(text, position)
     except _MalformedCallError:
-        if is_tagged or turn.calls or re.match(r'\{\s*"name"', text[start.start(2) :]):
+        if is_tagged or re.compile(r'\{\s*"name"').match(text, position):
             raise
         return _Turn(text)
+    if not is_tagged and not _is_llama_call(value):
+        return _Turn(text)
+    _add_json_call(turn, value, ("parameters", "arguments"))
+    if rest := text[end:].strip().removeprefix(";"):
+        raise _MalformedCallError(
+            f"the tool call has {_shown(rest.strip())} behind its JSON object; write one call and "
+            "nothing behind it"
+        )
+    return turn
 
 
 def _is_llama_call(value: object) -> bool:
@@ -599,6 +597,8 @@ def _read_harmony(text: str, _: Tools) -> _Turn:
                     f"the arguments of {name} have {_shown(rest)} behind the JSON object; write "
                     "one JSON object"
                 )
+            if turn.calls:
+                raise _MalformedCallError("the turn has several tool calls; write one at a time")
             turn.add(name, value)
         elif "<|channel|>analysis" in message["header"]:
             reasons.append(message["body"])
@@ -606,17 +606,16 @@ def _read_harmony(text: str, _: Tools) -> _Turn:
             contents.append(message["body"])
     rest = text[position:]
     if _HARMONY_RECIPIENT.search(rest) and "<|channel|>" in rest:
-        raise _MalformedCallError(
-            "the tool call has no arguments; write <|message|> and a JSON object"
-        )
-    turn.content = "\n".join([*contents, *([rest] if rest.strip() else [])])
-    turn.reasoning = "\n".join(reasons)
+        raise _MalformedCallError("the tool call has no arguments; write them as a JSON object")
+    contents += [rest] if rest.strip() else []
+    turn.content = "\n".join(map(_without_channels, contents))
+    turn.reasoning = "\n".join(map(_without_channels, reasons))
     return turn
 
 
-def _plain_harmony(text: str) -> str:
-    """The text without the names of channels, which the template refuses in a content."""
-    return re.sub(r"<\|[a-z]+\|>", " ", text).strip()
+def _without_channels(text: str) -> str:
+    """The text without Harmony's tokens if it names channels, which the template refuses."""
+    return re.sub(r"<\|[a-z]+\|>", " ", text).strip() if "<|channel|>" in text else text
 
 
 _DEEPSEEK_CALL = re.compile(
