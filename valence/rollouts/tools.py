@@ -174,7 +174,6 @@ class Tools:
         self._folder = os.getcwd()
         self._server: _ServerProcess | None = None
         self._server_lock = threading.Lock()
-        self._is_closed = False
         self._abandoned: list[threading.Thread] = []
         self._max_processes = max_processes
         self._slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
@@ -234,10 +233,16 @@ class Tools:
         ``open`` starts it otherwise.
         """
         with self._server_lock:
-            if self._is_closed:
-                raise RuntimeError("the tools are closed")
             if self._server is None or not self._server.is_running:
                 self._server = _ServerProcess(self._server_settings(), self._folder)
+
+    async def prepare(self) -> None:
+        """Wait until the server process has imported the tools, if they need one.
+
+        Raises UserError if that fails.
+        """
+        if self._has_processes:
+            await self._running_server()
 
     async def open(self, seed: int | None = None) -> ToolSession:
         """A session for one sample. Its process starts at the first call that needs it.
@@ -247,14 +252,12 @@ class Tools:
 
         Raises UserError if the server process cannot import the tools.
         """
-        if self._has_processes:
-            await self._running_server()
+        await self.prepare()
         return ToolSession(self, seed)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes. Another call of ``open`` starts them again."""
         with self._server_lock:
-            self._is_closed = True
             server, self._server = self._server, None
         if server is not None:
             server.close()

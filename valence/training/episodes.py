@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from valence.data.encode import Encoder
 from valence.data.tool_calls import CallFormat, call_format_of
@@ -25,12 +25,13 @@ from valence.rollouts.tools import ToolError, Tools, ToolSession
 from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds for which all episodes wait for the tools of some. A slower tool delays its own episode
 only; which episodes are then sampled together, and so the rounding of their log-probabilities,
 depends on time.
 """
 
+T = TypeVar("T")
 End = Literal["answer", "turns", "length"]
 
 
@@ -307,7 +308,7 @@ class BackgroundLoop:
         )
         self._thread.start()
 
-    def submit(self, work: Coroutine[Any, Any, bool]) -> Future[bool]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self, episodes: Sequence[EpisodeRun]) -> None:
@@ -350,6 +351,9 @@ def sample_episodes(
     num_live = 0
     background = BackgroundLoop()
     try:
+        # so that no episode has to wait for the imports of the tools
+        for episode in episodes[:1]:
+            background.submit(episode.use.tools.prepare()).result()
         while waiting or pending or ready:
             while waiting and num_live < generator.batch_size:
                 number, episode = waiting.popleft()

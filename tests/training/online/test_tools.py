@@ -25,6 +25,16 @@ from tests.training.resuming import killed, resumed_steps, train, weights
 from valence.methods import ONLINE
 from valence.rollouts import HFGenerator, Sampling
 from valence.training import episodes
+from valence.training.collector import (
+    Collector,
+    RolloutPrompt,
+    RoundTally,
+    packed,
+    unpacked,
+    with_prompts,
+)
+from valence.training.rounds import Rounds
+from valence.training.sampling import PolicySampler
 from valence.training.trainer import Trainer
 from valence.types import Completion
 
@@ -61,7 +71,7 @@ def test_every_method_trains_on_episodes(method: str, place: Path) -> None:
     first, *rows = logged(place)
     assert first["eval/rollout/turns"] >= 1
     sampled = [row for row in rows if "rollout/turns" in row]
-    assert len(sampled) >= 3
+    assert len(sampled) >= 2
     assert all(1 < row["rollout/turns"] < 4 and row["rollout/tool_calls"] > 0 for row in sampled)
     assert any(0 < row["rollout/tool_errors"] < 1 for row in sampled)
     assert all(torch.isfinite(p).all() for p in weights(run).values())
@@ -118,9 +128,7 @@ def test_episodes_do_not_depend_on_those_that_are_sampled_with_them(place: Path)
     rows = list(run.prepared.corpora["train"].loaded.examples)
     use = run.prepared.tool_use
     assert use is not None
-    sampler = valence.training.sampling.PolicySampler(  # type: ignore[attr-defined]
-        run.policy, run.prepared.encoder, version=lambda: 0, batch_size=2
-    )
+    sampler = PolicySampler(run.policy, run.prepared.encoder, version=lambda: 0, batch_size=2)
     alone = sampler.generate(
         [run.prepared.encoder.encode_prompt(row.prompt) for row in rows],
         3,
@@ -136,9 +144,7 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
     objective = run.state.objective
     rows = list(run.prepared.corpora["train"].loaded.examples)
     groups = run.sample(rows, SAMPLING, 4)
-    from valence.training.collector import Collector, RolloutPrompt, RoundTally
-
-    assert isinstance(run.examples, valence.training.rounds.Rounds)  # type: ignore[attr-defined]
+    assert isinstance(run.examples, Rounds)
     collector: Collector = run.examples.collector
     units = run.prepared.corpora["train"].units
     prompts = [RolloutPrompt(unit, row) for unit, row in zip(units, rows, strict=True)]  # type: ignore[arg-type]
@@ -150,18 +156,22 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
     examples = builder(sampled, run.recipe.rollout, run.recipe.loss)
     masks = [answer.mask for example in examples for answer in example.answers]
     assert any(0 < sum(mask) < len(mask) for mask in masks)
+    # the rows that stored conversations with these masks would be
+    stored = unpacked(packed(examples))
     expected = None
-    for size in (64, 500, 4000):
+    for rows_of_step, size in ((examples, 64), (stored, 64), (examples, 500), (examples, 9000)):
         objective.micro_batch_tokens = size
         run.policy.zero_grad()
-        result = objective(examples)
-        gradient = torch.cat(
-            [p.grad.flatten() for p in run.policy.parameters() if p.grad is not None]
-        )
+        loss = objective.run(rows_of_step).loss
+        gradient = [p.grad.clone() for p in run.state.trained_weights.values()]
         if expected is None:
-            expected = result.loss, gradient
-        assert result.loss == pytest.approx(expected[0], rel=1e-5, abs=1e-8)
-        assert torch.allclose(gradient, expected[1], rtol=1e-3, atol=1e-6)
+            expected = loss, gradient
+        elif rows_of_step is stored:
+            assert loss == expected[0]
+            assert all(map(torch.equal, gradient, expected[1]))
+        assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
+        for mine, first in zip(gradient, expected[1], strict=True):
+            assert torch.allclose(mine, first, rtol=1e-3, atol=1e-6)
 
 
 def test_an_environment_resets_rewards_and_adds_to_the_prompt(place: Path) -> None:
@@ -170,20 +180,21 @@ def test_an_environment_resets_rewards_and_adds_to_the_prompt(place: Path) -> No
     settings = tool_recipe(place, reward=[], rollout={"tools": None, "environment": SHOP})
     run, _ = train(settings)
     assert any(row.get("reward/max", 0) > 1 for row in logged(place))
-    rows = [replace(row, info={"wanted": 5}) for row in run.prepared.corpora["train"].loaded.examples]  # type: ignore[type-var]
+    rows = [
+        replace(row, info={"wanted": 5}) for row in run.prepared.corpora["train"].loaded.examples
+    ]  # type: ignore[type-var]
     [[completion], *_] = run.sample(rows, SAMPLING)
     assert completion.episode is not None
     prompt = run.prepared.tokenizer.decode(list(completion.episode.prompt_ids))
     assert " Buy 5." in prompt
-    assert completion.episode.reward == sum(
-        call["arguments"].get("number", 0) for call in completion.episode.calls
-    ) + 0.5
+    assert (
+        completion.episode.reward
+        == sum(call["arguments"].get("number", 0) for call in completion.episode.calls) + 0.5
+    )
 
 
 def test_prompts_of_environments_are_context(place: Path) -> None:
     """Rows whose resets differ share what their prompts begin with."""
-    from valence.training.collector import with_prompts
-
     run = built(place, reward=[], rollout={"tools": None, "environment": SHOP})
     row = run.prepared.corpora["train"].loaded.examples[0]
     unit = run.prepared.corpora["train"].units[0]
@@ -199,7 +210,7 @@ def test_prompts_of_environments_are_context(place: Path) -> None:
         assert list(compress(completion.tokens, completion.mask)) == list(
             compress(original.tokens, original.mask)
         )
-    assert "Buy" not in encoder.tokenizer.decode(list(example.prompt_ids))
+    assert " Buy 1" not in encoder.tokenizer.decode(list(example.prompt_ids))
 
 
 def test_a_reset_that_fails_is_no_score(place: Path) -> None:
@@ -235,7 +246,7 @@ def test_tools_of_a_run_folder_are_not_run_unless_they_are_named(place: Path) ->
 
     train(tool_recipe(place, train={"max_steps": 2}))
     group, target = SingleProcess(), str(place / "run")
-    with raises_error("code-not-trusted", where="rollout.tools"):
+    with raises_error("code-not-trusted", where="config.yaml", fix="rollout.tools=null"):
         open_run(target, group=group)
     assert open_run(target, ["rollout.tools=null"], group=group).prepared.tool_use is None
     run = open_run(target, [f"rollout.tools=[{SCALE}]"], group=group)
