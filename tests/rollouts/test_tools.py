@@ -67,39 +67,39 @@ def show(kind: str):
         "long": "x" * 20_000, "nan": float("nan"),
     }[kind]
 
-def fail(how: str) -> str:
+def fail(failure: str) -> str:
     """Fail.
 
     Args:
-        how: In which way.
+        failure: In which way.
     """
-    if how == "loop":
+    if failure == "loop":
         while True:
             pass
-    elif how == "sleep":
+    elif failure == "sleep":
         time.sleep(600)
-    elif how == "exit":
+    elif failure == "exit":
         os._exit(0)
-    elif how == "abort":
+    elif failure == "abort":
         os.abort()
-    elif how == "SystemExit":
+    elif failure == "SystemExit":
         sys.exit("bye")
-    elif how == "long":
+    elif failure == "long":
         raise ValueError("x" * 20_000)
-    elif how == "unprintable":
+    elif failure == "unprintable":
         class Odd(Exception):
             def __str__(self):
                 raise RuntimeError
         raise Odd
     return json.loads("{")
 
-async def fail_later(how: str) -> str:
+async def fail_later(failure: str) -> str:
     """Fail.
 
     Args:
-        how: In which way.
+        failure: In which way.
     """
-    if how == "SystemExit":
+    if failure == "SystemExit":
         sys.exit("bye")
     await asyncio.sleep(600)
 
@@ -182,15 +182,15 @@ class Counter:
         self.value += step
         return f"now {self.value}"
 
-    def break_down(self, how: str) -> str:
+    def break_down(self, failure: str) -> str:
         """Break down.
 
         Args:
-            how: In which way.
+            failure: In which way.
         """
-        if how == "exit":
+        if failure == "exit":
             os._exit(1)
-        if how == "loop":
+        if failure == "loop":
             while True:
                 pass
         raise RuntimeError("broken")
@@ -246,10 +246,10 @@ class Reward(Counter):
         return {"nan": float("nan"), "text": "1", "none": None, "true": True}[self.value]
 
 class BadReset(Counter):
-    def reset(self, how, **row):
-        if how == "number":
+    def reset(self, failure, **row):
+        if failure == "number":
             return 3
-        if how == "exit":
+        if failure == "exit":
             os._exit(3)
         raise RuntimeError("no reset")
 
@@ -496,7 +496,7 @@ def test_long_results_are_cut(make: Callable[..., Tools]) -> None:
     assert result.is_cut
     assert result.error == ""
     assert result.text == "x" * 100 + "\n[cut: 19900 more characters]"
-    result = call(tools, "fail", how="long")
+    result = call(tools, "fail", failure="long")
     assert result.is_cut
     assert len(result.text) < 200
     assert not call(tools, "show", kind="set").is_cut
@@ -532,26 +532,26 @@ def test_wrong_calls_are_explained(make: Callable[..., Tools]) -> None:
 def test_exceptions_are_results(make: Callable[..., Tools], module: str) -> None:
     tools = make("fail", "fail_later", "add")
     line = next(n for n, t in enumerate(FUNCTIONS.splitlines(), 1) if "json.loads" in t)
-    result = call(tools, "fail", how="json")
+    result = call(tools, "fail", failure="json")
     assert result.error == "exception"
     assert result.text.startswith("Error: JSONDecodeError: ")
     assert "Traceback" not in result.text
     assert result.detail == f"{module}.py:{line}"
-    assert call(tools, "fail", how="SystemExit").text == "Error: SystemExit: bye"
-    assert call(tools, "fail_later", how="SystemExit").text == "Error: SystemExit: bye"
-    assert call(tools, "fail", how="unprintable").text == "Error: Odd: <Odd without text>"
+    assert call(tools, "fail", failure="SystemExit").text == "Error: SystemExit: bye"
+    assert call(tools, "fail_later", failure="SystemExit").text == "Error: SystemExit: bye"
+    assert call(tools, "fail", failure="unprintable").text == "Error: Odd: <Odd without text>"
     assert call(tools, "add", a="x").text.startswith("Error: TypeError: ")
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("fail", "loop"), ("fail", "sleep"), ("fail_later", "sleep")]
+    ("name", "failure"), [("fail", "loop"), ("fail", "sleep"), ("fail_later", "sleep")]
 )
-def test_a_timeout_ends_the_process(make: Callable[..., Tools], name: str, how: str) -> None:
+def test_a_timeout_ends_the_process(make: Callable[..., Tools], name: str, failure: str) -> None:
     tools = make("fail", "fail_later", "facts", timeout=0.5)
 
     async def use(session: ToolSession) -> None:
         pid = json.loads((await session.call("facts", {})).text)["pid"]
-        result = await session.call(name, {"how": how})
+        result = await session.call(name, {"failure": failure})
         assert (result.error, result.text) == ("timeout", "Error: no result within 0.5 s")
         assert result.seconds >= 0.5
         wait_until(lambda: not is_running(pid))
@@ -561,14 +561,14 @@ def test_a_timeout_ends_the_process(make: Callable[..., Tools], name: str, how: 
     in_session(tools, use)
 
 
-@pytest.mark.parametrize("how", ["exit", "abort"])
-def test_a_crash_ends_one_process(make: Callable[..., Tools], how: str) -> None:
+@pytest.mark.parametrize("failure", ["exit", "abort"])
+def test_a_crash_ends_one_process(make: Callable[..., Tools], failure: str) -> None:
     tools = make("fail", "add")
 
     async def run() -> None:
         async with await tools.open() as session, await tools.open() as other:
             assert (await other.call("add", {"a": 1})).text == "2"
-            result = await session.call("fail", {"how": how})
+            result = await session.call("fail", {"failure": failure})
             assert result.error == "lost"
             assert "ended before the call returned" in result.text
             assert (await session.call("add", {"a": 1})).text == "2"
@@ -686,7 +686,7 @@ def test_an_environment_as_written_for_trl(
         assert (await session.call("increment", {"step": 2})).text == "now 3"
         assert (await session.call("add", {"a": 2})).text == "3"
         assert (await session.call("double", {"number": 2})).text == "4"
-        result = await session.call("break_down", {"how": "raise"})
+        result = await session.call("break_down", {"failure": "raise"})
         assert (result.error, result.text) == ("exception", "Error: RuntimeError: broken")
         assert (await session.call("increment", {"step": 1})).text == "now 4"
         assert await session.reward() == 0.4
@@ -742,13 +742,13 @@ def test_states_of_sessions_are_separate(make: Callable[..., Tools]) -> None:
     assert asyncio.run(run()) == [4 * i / 10 for i in range(20)]
 
 
-@pytest.mark.parametrize(("how", "error"), [("exit", "lost"), ("loop", "timeout")])
-def test_a_lost_state_has_no_score(make: Callable[..., Tools], how: str, error: str) -> None:
+@pytest.mark.parametrize(("failure", "error"), [("exit", "lost"), ("loop", "timeout")])
+def test_a_lost_state_has_no_score(make: Callable[..., Tools], failure: str, error: str) -> None:
     tools = make("add", environment="Counter", timeout=0.5)
 
     async def use(session: ToolSession) -> None:
         await session.reset({"start": 1})
-        assert (await session.call("break_down", {"how": how})).error == error
+        assert (await session.call("break_down", {"failure": failure})).error == error
         result = await session.call("increment", {"step": 1})
         assert result.error == "lost"
         assert "the state of the environment is lost: " in result.text
@@ -789,16 +789,16 @@ def test_a_failed_reset_is_an_error(make: Callable[..., Tools], module: str) -> 
         in_session(tools, lambda session: session.reset(row))
 
     with pytest.raises(ToolError, match=rf"RuntimeError: no reset \({module}.py:\d+\)"):
-        reset(how="raise")
+        reset(failure="raise")
     with pytest.raises(ToolError, match="returned 3 instead of text or None"):
-        reset(how="number")
+        reset(failure="number")
     with pytest.raises(ToolError, match="ended before") as raised:
-        reset(how="exit")
+        reset(failure="exit")
     assert raised.value.kind == "lost"
-    with pytest.raises(ToolError, match=r"the column 'how', which the row .*columns: prompt"):
+    with pytest.raises(ToolError, match=r"the column 'failure', which the row .*columns: prompt"):
         reset(prompt="a")
     with pytest.raises(ToolError, match="cannot receive the column 'data'"):
-        reset(how="raise", data=b"x")
+        reset(failure="raise", data=b"x")
 
 
 def test_an_environment_that_does_not_start_in_time(make: Callable[..., Tools]) -> None:
@@ -923,7 +923,7 @@ async def main():
     facts = [json.loads((await s.call("facts", {})).text) for s in sessions]
     pids = [f["pid"] for f in facts] + [facts[0]["parent"]]
     pids.append(int((await sessions[0].call("start_process", {})).text))
-    calls = [sessions[1].call("fail", {"how": "loop"}), sessions[2].call("fail", {"how": "sleep"})]
+    calls = [sessions[1].call("fail", {"failure": "loop"}), sessions[2].call("fail", {"failure": "sleep"})]
     tasks = [asyncio.create_task(c) for c in calls]
     await asyncio.sleep(0.2)
     print(json.dumps(pids), flush=True)
@@ -974,9 +974,10 @@ def test_files_of_sessions_are_closed(make: Callable[..., Tools]) -> None:
         return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), facts["parent"])]
 
     before = num_files()
-    for _ in range(5):
+    for _ in range(10):
         call(tools, "facts")
-    wait_until(lambda: num_files() == before)
+    # the last process may not have ended
+    assert all(after <= count + 3 for count, after in zip(before, num_files(), strict=True))
 
 
 # The examples

@@ -324,7 +324,10 @@ def end_with_server(lifeline: int) -> None:
 
 def prefer_as_victim() -> None:
     """Let Linux end this process before others when memory runs out."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+    ):
         file.write("1000")
 
 
