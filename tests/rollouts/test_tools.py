@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -440,6 +441,8 @@ def test_a_module_that_only_the_server_cannot_import_is_an_error(
 
 def test_windows_is_an_error(make: Callable[..., Tools], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    runpy.run_path(str(tools_module.PROCESS))  # can be imported
     with raises_error("tools-platform", where="rollout", fix="Linux"):
         make("add")
 
@@ -923,8 +926,8 @@ async def main():
     facts = [json.loads((await s.call("facts", {})).text) for s in sessions]
     pids = [f["pid"] for f in facts] + [facts[0]["parent"]]
     pids.append(int((await sessions[0].call("start_process", {})).text))
-    calls = [sessions[1].call("fail", {"failure": "loop"}), sessions[2].call("fail", {"failure": "sleep"})]
-    tasks = [asyncio.create_task(c) for c in calls]
+    pairs = zip(sessions[1:], ("loop", "sleep"))
+    tasks = [asyncio.create_task(s.call("fail", {"failure": name})) for s, name in pairs]
     await asyncio.sleep(0.2)
     print(json.dumps(pids), flush=True)
     await asyncio.gather(*tasks)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import inspect
 import json
 import math
@@ -315,6 +314,8 @@ def end_with_server(lifeline: int) -> None:
     """Let the kernel end this process group when the server ends, even while a tool blocks the
     interpreter.
     """
+    import fcntl  # not on Windows, where `Tools` reports that
+
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -351,9 +352,11 @@ def main() -> None:
     """The server. Arguments: the number of its socket, and its settings as JSON."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")
+    settings = json.loads(sys.argv[2])
+    del sys.argv[1:]  # modules of users may read it
     try:
-        worker = _load(json.loads(sys.argv[2]))
+        worker = _load(settings)
     except UserError as error:
         control.sendall(json.dumps({"error": error.facts}).encode() + b"\n")
         return
