@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -550,14 +551,16 @@ def test_exceptions_are_results(make: Callable[..., Tools], module: str) -> None
     ("name", "failure"), [("fail", "loop"), ("fail", "sleep"), ("fail_later", "sleep")]
 )
 def test_a_timeout_ends_the_process(make: Callable[..., Tools], name: str, failure: str) -> None:
-    tools = make("fail", "fail_later", "facts", timeout=0.5)
+    tools = make("fail", "fail_later", "facts")
 
     async def use(session: ToolSession) -> None:
         pid = json.loads((await session.call("facts", {})).text)["pid"]
+        tools.timeout = 0.5
         result = await session.call(name, {"failure": failure})
         assert (result.error, result.text) == ("timeout", "Error: no result within 0.5 s")
         assert result.seconds >= 0.5
         wait_until(lambda: not is_running(pid))
+        tools.timeout = 30
         facts = json.loads((await session.call("facts", {})).text)
         assert (facts["pid"] != pid, facts["calls"]) == (True, 1)
 
@@ -581,14 +584,19 @@ def test_a_crash_ends_one_process(make: Callable[..., Tools], failure: str) -> N
 
 
 def test_a_reply_that_the_event_loop_reads_late_counts(make: Callable[..., Tools]) -> None:
-    tools = make("add", timeout=0.3)
+    tools = make("add")
 
     async def use(session: ToolSession) -> None:
         await session.call("add", {"a": 1})
+        tools.timeout = 0.2
         pending = asyncio.create_task(session.call("add", {"a": 1}))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        time.sleep(0.6)  # as if a model generated in this thread
+        time.sleep(0.3)  # as if a model generated in this thread
+        client = session._clients[False]
+        assert isinstance(client, tools_module.ProcessClient)
+        connection = client.writer.get_extra_info("socket")
+        assert select.select([connection.fileno()], [], [], 30)[0]
         assert (await pending).text == "2"
 
     in_session(tools, use)
@@ -747,10 +755,11 @@ def test_states_of_sessions_are_separate(make: Callable[..., Tools]) -> None:
 
 @pytest.mark.parametrize(("failure", "error"), [("exit", "lost"), ("loop", "timeout")])
 def test_a_lost_state_has_no_score(make: Callable[..., Tools], failure: str, error: str) -> None:
-    tools = make("add", environment="Counter", timeout=0.5)
+    tools = make("add", environment="Counter")
 
     async def use(session: ToolSession) -> None:
         await session.reset({"start": 1})
+        tools.timeout = 0.5 if failure == "loop" else 30
         assert (await session.call("break_down", {"failure": failure})).error == error
         result = await session.call("increment", {"step": 1})
         assert result.error == "lost"

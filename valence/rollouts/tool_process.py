@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -360,6 +361,7 @@ def main() -> None:
     except UserError as error:
         control.sendall(json.dumps({"error": error.facts}).encode() + b"\n")
         return
+    gc.freeze()  # a collection in a child would copy the memory that it shares with the server
     server = _Server(control, worker)
     control.sendall(b"{}\n")
     try:
