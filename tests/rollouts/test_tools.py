@@ -121,6 +121,10 @@ def run_loop() -> int:
     """Run an event loop, as wrappers of asynchronous clients do."""
     return asyncio.run(add_later(1, 2))
 
+def priority() -> int:
+    """Return the priority to be ended when memory runs out."""
+    return int(open("/proc/self/oom_score_adj").read())
+
 def draw() -> float:
     """Draw a random number."""
     import random
@@ -555,10 +559,10 @@ def test_a_timeout_ends_the_process(make: Callable[..., Tools], name: str, failu
 
     async def use(session: ToolSession) -> None:
         pid = json.loads((await session.call("facts", {})).text)["pid"]
-        tools.timeout = 0.5
+        tools.timeout = 0.3
         result = await session.call(name, {"failure": failure})
-        assert (result.error, result.text) == ("timeout", "Error: no result within 0.5 s")
-        assert result.seconds >= 0.5
+        assert (result.error, result.text) == ("timeout", "Error: no result within 0.3 s")
+        assert result.seconds >= 0.3
         wait_until(lambda: not is_running(pid))
         tools.timeout = 30
         facts = json.loads((await session.call("facts", {})).text)
@@ -759,7 +763,7 @@ def test_a_lost_state_has_no_score(make: Callable[..., Tools], failure: str, err
 
     async def use(session: ToolSession) -> None:
         await session.reset({"start": 1})
-        tools.timeout = 0.5 if failure == "loop" else 30
+        tools.timeout = 0.3 if failure == "loop" else 30
         assert (await session.call("break_down", {"failure": failure})).error == error
         result = await session.call("increment", {"step": 1})
         assert result.error == "lost"
@@ -974,6 +978,30 @@ def test_another_server_replaces_one_that_was_killed(make: Callable[..., Tools])
     assert not is_running(after)
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(tools.open())
+
+
+def test_a_server_that_was_started_before_is_used(make: Callable[..., Tools]) -> None:
+    tools = make("facts")
+    tools.start()
+    server = tools._server
+    assert server is not None
+    assert json.loads(call(tools, "facts").text)["parent"] == server.process.pid
+
+
+def test_objects_from_python_start_no_server() -> None:
+    def answer() -> bool:
+        """Return true."""
+        return True
+
+    tools = Tools([target_of(answer)])
+    tools.start()
+    assert call(tools, "answer").text == "true"
+    assert tools._server is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priority")
+def test_linux_ends_tools_first_when_memory_runs_out(make: Callable[..., Tools]) -> None:
+    assert call(make("priority"), "priority").text == "1000"
 
 
 def test_files_of_sessions_are_closed(make: Callable[..., Tools]) -> None:
