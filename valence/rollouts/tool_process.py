@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import gc
 import inspect
 import json
 import math
@@ -315,6 +315,8 @@ def end_with_server(lifeline: int) -> None:
     """Let the kernel end this process group when the server ends, even while a tool blocks the
     interpreter.
     """
+    import fcntl  # not on Windows, where `Tools` reports that
+
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -324,7 +326,10 @@ def end_with_server(lifeline: int) -> None:
 
 def prefer_as_victim() -> None:
     """Let Linux end this process before others when memory runs out."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+    ):
         file.write("1000")
 
 
@@ -348,12 +353,15 @@ def main() -> None:
     """The server. Arguments: the number of its socket, and its settings as JSON."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    cast(Any, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")
+    settings = json.loads(sys.argv[2])
+    del sys.argv[1:]  # modules of users may read it
     try:
-        worker = _load(json.loads(sys.argv[2]))
+        worker = _load(settings)
     except UserError as error:
         control.sendall(json.dumps({"error": error.facts}).encode() + b"\n")
         return
+    gc.freeze()  # a collection in a child would copy the memory that it shares with the server
     server = _Server(control, worker)
     control.sendall(b"{}\n")
     try:

@@ -232,6 +232,8 @@ class Tools:
 
         ``open`` starts it otherwise.
         """
+        if not self._has_processes:
+            return
         with self._server_lock:
             if self._server is None or not self._server.is_running:
                 self._server = _ServerProcess(self._server_settings(), self._folder)
@@ -273,20 +275,20 @@ class Tools:
 
     @property
     def slots(self) -> asyncio.Semaphore:
-        """Limits the processes and threads of the current event loop."""
+        """Limits the processes of sessions in the current event loop."""
         loop = asyncio.get_running_loop()
         return self._slots.setdefault(loop, asyncio.Semaphore(self._max_processes))
 
-    async def start_worker(self, is_local: bool) -> ProcessClient | ThreadClient:
-        if is_local:
-            return self._thread()
+    async def start_process(self) -> ProcessClient:
+        """Raises ToolError if there cannot be another process."""
         server = await self._running_server()
         try:
             return await ProcessClient.connect(server)
         except OSError as error:  # it has just ended, or too many files are open
             raise ToolError(f"no process for the tool: {describe_error(error)}", "lost") from error
 
-    def _thread(self) -> ThreadClient:
+    def start_thread(self) -> ThreadClient:
+        """Raises ToolError if too many threads have not returned."""
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= MAX_ABANDONED:
             raise ToolError(
@@ -368,7 +370,7 @@ class ToolSession:
         """Call a tool. Never raises for what the tool does, or for a call that is wrong: the text
         of the result says what happened.
         """
-        tool = self._tools.tool(name)
+        tool = self._tools.tool(str(name))
         if tool is None:
             names = ", ".join(self._tools.names) or "none"
             text = f"Error: there is no tool {truncate(str(name))!r}; the tools are: {names}"
@@ -430,7 +432,7 @@ class ToolSession:
         if "error" in reply:
             place = f" ({reply['detail']})" if reply["detail"] else ""
             raise ToolError(
-                f"{environment.target}.{method} raised {reply['error']}{place}",
+                f"{environment.target}.{method} raised {truncate(reply['error'])}{place}",
                 detail=reply["detail"],
             )
         return reply
@@ -465,10 +467,13 @@ class ToolSession:
                         self._lost = problem
 
     async def _start(self, is_local: bool) -> ProcessClient | ThreadClient:
+        if is_local:
+            client = self._clients[is_local] = self._tools.start_thread()
+            return client
         slots = self._tools.slots
         await slots.acquire()
         try:
-            client = self._clients[is_local] = await self._tools.start_worker(is_local)
+            client = self._clients[is_local] = await self._tools.start_process()
         finally:
             if is_local not in self._clients:
                 slots.release()
@@ -478,7 +483,8 @@ class ToolSession:
         client = self._clients.pop(is_local, None)
         if client is not None:
             client.end()
-            self._tools.slots.release()
+            if not is_local:
+                self._tools.slots.release()
 
 
 # Tools and environments
