@@ -58,6 +58,9 @@ from valence.training.episodes import ToolUse
 from valence.training.optim import check_optimizer, up
 from valence.types import Content, TokenizedCompletion, TokenizedExample
 
+MAX_PROCESSES = 1024
+"""Of tools: more than the completions that are sampled at once."""
+
 KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
 """Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
 
@@ -451,6 +454,7 @@ def tools_of(rollout: Rollout) -> Tools:
         rollout.environment,
         timeout=rollout.tool_timeout,
         max_output=rollout.tool_output,
+        max_processes=MAX_PROCESSES,
     )
 
 

@@ -54,7 +54,7 @@ def built(place: Path, **changes: Any) -> Trainer:
 
 
 def completions_of(run: Trainer, n: int = 3) -> list[Completion]:
-    rows = [row for row in run.prepared.corpora["train"].loaded.examples]
+    rows = list(run.prepared.corpora["train"].loaded.examples)
     return [c for group in run.sample(rows, SAMPLING, n) for c in group]
 
 
@@ -162,13 +162,13 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
     for rows_of_step, size in ((examples, 64), (stored, 64), (examples, 500), (examples, 9000)):
         objective.micro_batch_tokens = size
         run.policy.zero_grad()
-        loss = objective.run(rows_of_step).loss
+        loss = objective.run(rows_of_step, backward=True).loss
         gradient = [p.grad.clone() for p in run.state.trained_weights.values()]
         if expected is None:
             expected = loss, gradient
         elif rows_of_step is stored:
             assert loss == expected[0]
-            assert all(map(torch.equal, gradient, expected[1]))
+            assert all(torch.equal(a, b) for a, b in zip(gradient, expected[1], strict=True))
         assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
         for mine, first in zip(gradient, expected[1], strict=True):
             assert torch.allclose(mine, first, rtol=1e-3, atol=1e-6)
