@@ -150,8 +150,8 @@ def test_sampled_tokens_are_those_that_offline_training_trains_on(name: str) -> 
     assert [False] * len(unit.prompt_ids) + list(answer.mask) == mask
 
 
-def test_a_suffix_does_not_start_as_a_text_does() -> None:
-    """Some tokenizers write a word differently where a text starts."""
+def test_a_suffix_has_the_tokens_that_follow_the_end_token_in_the_conversation() -> None:
+    """Also with a tokenizer that writes a word differently where a text starts."""
     tokenizer = tiny_tokenizer()
     backend: Any = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.Prepend("_")  # as Llama 2 puts a space there
@@ -159,10 +159,10 @@ def test_a_suffix_does_not_start_as_a_text_does() -> None:
     enc = Encoder(tokenizer, max_length=1000)
     prompt, turns = conversation_of("chatml")
     ids = enc.encode_tool_suffix(Chat(tuple(prompt), TOOLS), turns[:2], 1)
-    assert tokenizer.decode(list(ids)) == (
-        "\n<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    conversation = enc.encode_prompt(Chat((*prompt, *turns[:2]), TOOLS))
+    assert conversation[-len(ids) :] == ids
+    assert conversation[-len(ids) - 1] == tokenizer.eos_token_id
+    assert "4 degrees" in tokenizer.decode(list(ids))
 
 
 # --- where a sampled turn ends
