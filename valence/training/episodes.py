@@ -160,13 +160,15 @@ class EpisodeRun:
             return await self._finish("answer")
         if self.num_turns == self.use.max_turns:
             return await self._finish("turns")
-        results = [await self._call(call) for call in turn.calls] if not turn.error else []
+        results = [await self._call(call) for call in turn.calls]
         try:
             if turn.error:
                 results = [self._answer_of(turn.error)]
             self.messages += results
             suffix = encoder.encode_tool_suffix(self.chat, self.messages, len(results))
         except RowError as error:
+            if turn.error:  # the template has no place for the answer to a malformed call
+                return await self._finish("answer")
             raise UserError(
                 f"the chat template cannot continue a conversation with tools: {error.reason}",
                 code=error.code,
