@@ -209,6 +209,12 @@ class Tools:
         return self._environment is not None and self._environment.has_reward
 
     @property
+    def is_replayable(self) -> bool:
+        """Whether calling the tools again gives the same results: what the class of the environment
+        says of itself with ``replayable``."""
+        return self._environment is None or self._environment.is_replayable
+
+    @property
     def identity(self) -> Mapping[str, Any]:
         """Digests of the files of the tools and of what they import outside of installed libraries.
 
@@ -520,6 +526,7 @@ class Environment:
         self._reset_parameters = _parameters(reset, is_method=True)
         self.has_reward = callable(getattr(cls, "get_reward", None))
         self.has_close = callable(getattr(cls, "close", None))
+        self.is_replayable = bool(getattr(cls, "replayable", True))
         self.tools = [
             _make_tool(
                 function,

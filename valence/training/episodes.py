@@ -20,7 +20,7 @@ from valence.data.tool_calls import CallFormat, call_format_of
 from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
-from valence.rollouts.protocol import Sampling
+from valence.rollouts.protocol import Sampling, completion_seed
 from valence.rollouts.tools import ToolError, Tools, ToolSession
 from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
@@ -69,8 +69,8 @@ class EpisodeRun:
     """One completion while its turns are sampled.
 
     chat, row_ids: the prompt of its row. info: the other columns of the row. position, index: of
-    the prompt, and of the completion among those of the prompt. tokens, mask, logps: of everything
-    after the prompt. limit: most tokens of these.
+    the prompt, and of the completion among those of the prompt. seed: of the random numbers of its
+    tools. tokens, mask, logps: of everything after the prompt. limit: most tokens of these.
     """
 
     def __init__(
@@ -82,10 +82,11 @@ class EpisodeRun:
         *,
         position: int,
         index: int,
+        seed: int,
         limit: int,
     ) -> None:
         self.use, self.chat, self.info = use, chat, info
-        self.position, self.index, self.limit = position, index, limit
+        self.position, self.index, self.seed, self.limit = position, index, seed, limit
         self.row_ids = self.prompt_ids = row_ids
         self.tokens: list[int] = []
         self.mask: list[bool] = []
@@ -227,7 +228,7 @@ class EpisodeRun:
 
     async def _opened(self) -> ToolSession:
         if self._session is None:
-            self._session = await self.use.tools.open()
+            self._session = await self.use.tools.open(self.seed)
         return self._session
 
     async def _finish(self, end: End) -> bool:
@@ -286,9 +287,17 @@ def episodes_of(
             raise UserError(
                 error.message, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
-        limit = sampling.max_new_tokens
         episodes += [
-            EpisodeRun(use, chat, ids, prompt.info, position=position, index=k, limit=limit)
+            EpisodeRun(
+                use,
+                chat,
+                ids,
+                prompt.info,
+                position=position,
+                index=k,
+                seed=completion_seed(sampling.seed, position) + k,
+                limit=sampling.max_new_tokens,
+            )
             for k in range(n)
         ]
     return episodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import compress
@@ -25,7 +26,10 @@ from tests.training.online.tool_kit import (
     tool_recipe,
 )
 from tests.training.resuming import killed, resumed_steps, train, weights
+from valence.data.load import load, sources_from
+from valence.jobs.sample_rows import sample_rows
 from valence.methods import ONLINE
+from valence.options import SampleOptions
 from valence.rollouts import HFGenerator, Sampling
 from valence.training import episodes
 from valence.training.collector import (
@@ -329,3 +333,56 @@ def test_rounds_ahead_have_episodes(place: Path) -> None:
     assert [row["rollout/turns"] for row in logged(place) if "rollout/turns" in row] == [
         row["rollout/turns"] for row in logged(place, "whole") if "rollout/turns" in row
     ]
+
+
+def test_changed_tools_and_environments_without_replay_are_reported(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    source = """class {}:
+    replayable = False
+
+    def reset(self, **row):
+        pass
+
+    def scale(self, number: int) -> int:
+        \"\"\"Scale.
+
+        Args:
+            number: A number.
+        \"\"\"
+        return number * {}
+"""
+    (place / "my_tools.py").write_text(source.format("Mine", 2))
+    settings = tool_recipe(place, rollout={"tools": None, "environment": "my_tools:Mine"})
+    killed(settings, 3)
+    (place / "my_tools.py").write_text(source.format("Mine", 3))
+    del sys.modules["my_tools"]
+    _, printed = train(settings)
+    assert "cannot be replayed" in printed
+    assert "the tools have changed" in printed
+
+
+def test_rows_of_sampled_episodes_train_sampled_tokens(place: Path) -> None:
+    """Rows of `valence sample` keep the tokens and the mask."""
+    run = built(place)
+    out = place / "answers.jsonl"
+    options = SampleOptions(n=2, data=[str(place / "prompts.jsonl")], out=out, max_new_tokens=150)
+    recipe_file = place / "recipe.yaml"
+    recipe_file.write_text(json.dumps(tool_recipe(place)))
+    sample_rows(str(recipe_file), options, console=run.messages.console)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert any(len(row["completion"]) > 2 for row in rows)
+    again = out.read_bytes()
+    sample_rows(str(recipe_file), options, console=run.messages.console)
+    assert out.read_bytes() == again
+    encoded = run.prepared.encoder.encode_all(
+        load(sources_from([str(out)]), "demonstration").examples
+    )
+    assert not encoded.unusable
+    for row, unit in zip(rows, encoded.units, strict=True):
+        [answer] = unit.answers
+        assert list(answer.ids) == row["completion_ids"]
+        mask = row["sampled"].get("mask") or [1] * len(answer.ids)
+        assert list(answer.mask) == list(map(bool, mask))
+        assert unit.prompt_ids == tuple(row["prompt_ids"])
