@@ -26,6 +26,7 @@ from tests.training.online.tool_kit import (
     tool_recipe,
 )
 from tests.training.resuming import killed, resumed_steps, train, weights
+from valence.batching.micro_batches import StepPacker
 from valence.data.load import load, sources_from
 from valence.jobs.sample_rows import sample_rows
 from valence.methods import ONLINE
@@ -163,6 +164,10 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
     examples = builder(sampled, run.recipe.rollout, run.recipe.loss)
     masks = [answer.mask for example in examples for answer in example.answers]
     assert any(0 < sum(mask) < len(mask) for mask in masks)
+    packer = StepPacker(examples)  # the completions of a prompt share it
+    prompts_of_step = {example.prompt_ids for example in examples}
+    num_answer_tokens = sum(len(answer.ids) for e in examples for answer in e.answers)
+    assert packer.num_unique_tokens <= sum(map(len, prompts_of_step)) + num_answer_tokens
     # the rows that stored conversations with these masks would be
     stored = unpacked(packed(examples))
     expected = None
