@@ -56,7 +56,7 @@ MAX_ABANDONED = 8
 RESERVED = ("reset", "get_reward", "close")
 """Public methods of an environment that are no tools."""
 
-ToolFailure = Literal["", "exception", "timeout", "unknown_tool", "arguments", "lost"]
+ToolFailure = Literal["", "exception", "timeout", "unknown_tool", "arguments", "lost", "malformed"]
 
 
 class ToolError(Exception):

@@ -21,7 +21,7 @@ from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
 from valence.rollouts.protocol import Sampling, completion_seed
-from valence.rollouts.tools import ToolError, Tools, ToolSession
+from valence.rollouts.tools import ToolError, ToolResult, Tools, ToolSession
 from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
@@ -121,8 +121,15 @@ class EpisodeRun:
             await self.close()
             return False
         if text:
-            self._append_to_prompt(text)
-        return True
+            self._append_to_prompt(self.use.encoder.as_plain_text(text))
+        limit = self.use.encoder.max_length
+        if len(self.prompt_ids) > limit:
+            self.error = (
+                f"the prompt has {len(self.prompt_ids)} tokens with the text of the environment, "
+                f"and data.max_length leaves {limit}"
+            )
+            await self.close()
+        return not self.error
 
     def _row(self) -> dict[str, Any]:
         return {"prompt": [dict(message) for message in self.chat.messages], **self.info}
@@ -187,7 +194,7 @@ class EpisodeRun:
 
     def _answer_of(self, problem: str) -> Message:
         """The turn that answers a malformed call. Raises RowError."""
-        self._record("", {}, "malformed", 0.0, len(problem))
+        self._record("", {}, ToolResult(problem, "malformed"))
         conversation = [*self.chat.messages, *self.messages]
         return self.use.encoder.template.answer_of_error(conversation, problem, self.chat.tools)
 
@@ -199,30 +206,25 @@ class EpisodeRun:
     async def _call(self, call: Any) -> Message:
         session = await self._opened()
         result = await session.call(call.name, call.arguments)
-        self._record(call.name, call.arguments, result.error, result.seconds, len(result.text))
+        self._record(call.name, call.arguments, result)
         return {
             "role": "tool",
             "name": call.name,
             "tool_call_id": call.id,
-            "content": result.text,
+            # a result cannot end its turn and begin one of the model
+            "content": self.use.encoder.as_plain_text(result.text),
         }
 
-    def _record(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        error: str,
-        seconds: float,
-        num_characters: int,
-    ) -> None:
+    def _record(self, name: str, arguments: Mapping[str, Any], result: ToolResult) -> None:
         self.calls.append(
             {
                 "turn": self.num_turns,
                 "name": name,
                 "arguments": dict(arguments),
-                "error": error,
-                "seconds": round(seconds, 3),
-                "characters": num_characters,
+                "error": result.error,
+                "detail": result.detail,
+                "is_cut": result.is_cut,
+                "seconds": round(result.seconds, 3),
             }
         )
 
