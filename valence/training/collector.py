@@ -665,7 +665,7 @@ class Collector:
             for score in scores:
                 for name, value in score.parts.items():
                     tally.add(f"reward/{name}", [value])
-        tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
+        tally.add("rollout/length", [float(sum(c.sampled)) for c in completions])
         shares = (distinct_4grams(c.sampled_tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])
