@@ -39,7 +39,7 @@ WRONG_TOOLS = "benchmarks.tools.wrong_calculator:calculate"
 ROLLOUT = {"tools": [TOOLS], "max_turns": 3, "max_new_tokens": 112}
 NUM_DEMONSTRATIONS = 8
 NUM_PROMPTS, NUM_QUESTIONS = 400, 100
-STEPS = 14
+STEPS = 20
 BARS = {"before": 0.1, "after": 0.6, "wrong": 0.1}
 
 Row = dict[str, Any]
@@ -103,7 +103,7 @@ class Study:
     def train(self, name: str, sections: Row) -> Path:
         folder = self.folder / name
         if not (folder / "model").exists():
-            start = time.monotonic()
+            start, cpu = time.monotonic(), time.process_time()
             valence.train(
                 {
                     **sections,
@@ -111,7 +111,8 @@ class Study:
                     "run": {"dir": str(folder), "save_every": 5, "samples": {"prompts": 0}},
                 }
             )
-            print(f"{name}: {(time.monotonic() - start) / 60:.1f} minutes")
+            minutes, cpu = (time.monotonic() - start) / 60, (time.process_time() - cpu) / 60
+            print(f"{name}: {minutes:.1f} minutes, {cpu:.1f} minutes of CPU time", flush=True)
         return folder
 
     def imitate(self) -> Path:
@@ -122,7 +123,7 @@ class Study:
                 "model": {**self.model, "lora": {"rank": 16}},
                 "data": {"train": str(self.shown)},
                 "train": {
-                    "batch_size": 8, "epochs": 2, "learning_rate": 7e-4, "schedule": "constant",
+                    "batch_size": 8, "epochs": 3, "learning_rate": 7e-4, "schedule": "constant",
                     "warmup": 0, "compile": "off", "seed": self.seed,
                 },
             },
@@ -139,7 +140,7 @@ class Study:
                 "rollout": ROLLOUT | {"num_rollouts": 8},
                 "train": {
                     "batch_size": 8, "max_steps": 2 if self.quick else STEPS,
-                    "learning_rate": 3e-4, "schedule": "constant", "warmup": 0,
+                    "learning_rate": 2e-4, "schedule": "constant", "warmup": 0,
                     "compile": "off", "seed": self.seed,
                 },
             },
