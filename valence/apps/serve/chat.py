@@ -296,6 +296,8 @@ class ChatModel:
         the caller closes the generator, or is cancelled. Raises UserError when the prompt cannot
         be answered.
         """
+        room = int(min(sampling.max_new_tokens, self._room(prompt.ids)))
+        sampling = replace(sampling, max_new_tokens=room)
         answer = self._call_tools if prompt.calls_tools else self._answer_once
         self.num_requests += 1
         try:
@@ -431,8 +433,6 @@ class ChatModel:
         self, prompt: tuple[int, ...], sampling: Sampling, stops: Sequence[str]
     ) -> AsyncGenerator[str | Completion, None]:
         """Yield the pieces of a turn's text, then the turn."""
-        num_tokens = int(min(sampling.max_new_tokens, self._room(prompt)))
-        sampling = replace(sampling, max_new_tokens=num_tokens)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
 
