@@ -254,7 +254,7 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
         values["reward"] = [{"reward": "zero"}]
     rollout = cast(Mapping[str, Any], values.get("rollout") or {})
     has_environment = isinstance(rollout, dict) and rollout.get("environment")
-    is_offline = values.get("method") in set(METHODS) - set(ONLINE)
+    is_offline = values.get("method") in [name for name in METHODS if name not in ONLINE]
     if has_environment and not is_offline and not values.get("reward"):
         values["reward"] = [{"reward": "environment"}]
     if isinstance(rewards := values.get("reward"), list):
