@@ -160,14 +160,18 @@ def test_log_probabilities_are_those_of_the_whole_sequence(served: Served, place
         assert logp == (pytest.approx(other, abs=1e-4) if is_sampled else 0)
 
 
+def compared(served: Served) -> tuple[Answer, Answer]:
+    a, b = served.ask(ASK, compare=True)[-1]["done"].split("-")
+    return served.store.answer(a), served.store.answer(b)
+
+
 def test_pairs_of_answers_with_results_have_no_tokens(served: Served, place: Path) -> None:
-    for _ in range(30):
-        comparison = served.ask(ASK, compare=True)[-1]["done"]
-        a = served.store.answer(comparison.split("-")[0])
-        b = served.store.answer(comparison.split("-")[1])
-        if len(a.messages) > 1 and has_texts(a) and has_texts(b):
-            break
-    vote = {"comparison": comparison, "winner": "a"}
+    a, b = next(
+        (a, b)
+        for a, b in (compared(served) for _ in range(60))
+        if len(a.messages) > 1 and has_texts(a) and has_texts(b)
+    )
+    vote = {"comparison": f"{a.id}-{b.id}", "winner": "a"}
     assert served.post("/api/compare", vote).status_code == 200
     (pair,) = served.rows("pairs")
     assert pair["chosen"] == list(a.messages)
@@ -210,7 +214,7 @@ def test_the_next_message_follows_all_turns(serve: Serve) -> None:
     more = [{"role": "user", "content": "and now?"}]
     following = served.store.answer(served.ask(more, after=answer.id)[-1]["done"])
     assert following.prompt == (*ASK, *answer.messages, *more)
-    rendered = served.model.encoder.tokenizer.decode(following.prompt_ids)
+    rendered = served.model.encoder.tokenizer.decode(list(following.prompt_ids))
     for message in answer.messages:
         if message["role"] == "tool":
             assert f"<tool_response>\n{message['content']}\n</tool_response>" in rendered
@@ -295,13 +299,6 @@ def test_several_answers_call_tools_at_once(served: Served) -> None:
         assert shown[-1]["done"], shown
 
 
-def test_an_import_that_fails_ends_the_start(place: Path) -> None:
-    from valence.errors import UserError
-
-    with pytest.raises(UserError):
-        ChatModel(opened(place, "rollout.tools=[tests.training.online.tool_kit:missing]"), "tiny")
-
-
 # OpenAI's interface
 
 
@@ -333,7 +330,7 @@ def test_the_client_gets_calls_and_sends_results(serve: Serve, place: Path) -> N
     response = {"role": "tool", "tool_call_id": call["id"], "content": "forty-two"}
     following = complete(served, messages=[*ASK, message, response], tools=[TOOL]).json()
     answer = served.store.answer(following["id"].removeprefix("chatcmpl-"))
-    rendered = served.model.encoder.tokenizer.decode(answer.prompt_ids)
+    rendered = served.model.encoder.tokenizer.decode(list(answer.prompt_ids))
     assert f'"arguments": {{"number": {number}}}' in rendered
     assert "<tool_response>\nforty-two\n</tool_response>" in rendered
     served.post("/feedback", {"id": result["id"], "label": True})
@@ -378,16 +375,16 @@ def test_a_malformed_call_is_content(serve: Serve) -> None:
 
 
 def test_without_tools_of_the_client_the_service_calls_its_own(served: Served) -> None:
-    for seed in range(30):
+    seed, num_turns, choice = -1, 0, dict[str, Any]()
+    while num_turns < 2:
+        seed += 1
         result = complete(served, seed=seed, logprobs=True).json()
         answer = served.store.answer(result["id"].removeprefix("chatcmpl-"))
         (choice,) = result["choices"]
         assert "tool_calls" not in choice["message"]
         assert choice["message"]["content"] == answer.messages[-1]["content"]
         assert len(choice["logprobs"]["content"]) == sum(answer.completion.mask)
-        if len(answer.messages) > 1:
-            break
-    assert len(answer.messages) > 1
+        num_turns = len(answer.messages)
     *chunks, _ = events(complete(served, seed=seed, stream=True))
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == choice["message"]["content"]

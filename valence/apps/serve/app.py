@@ -1034,6 +1034,14 @@ def _completion(
     }
 
 
+def _rest_of(content: str, sent: str) -> str:
+    """What a client lacks of the text of a turn with calls, which has no white space around it."""
+    sent = sent.lstrip()
+    if not content.startswith(sent):
+        sent = sent.rstrip()
+    return content[len(sent) :] if content.startswith(sent) else ""
+
+
 async def _chunks(
     service: FeedbackService,
     model: ChatModel,
@@ -1043,7 +1051,8 @@ async def _chunks(
     options: Mapping[str, Any],
 ) -> AsyncGenerator[str, None]:
     """The streamed response of OpenAI's API, one choice after the other. The last chunk of a
-    choice has its log-probabilities. A choice that may call tools comes at once when it has ended.
+    choice has its log-probabilities. If the service calls tools, the text of the last turn comes
+    at once.
     """
     created, ids = int(time.time()), [new_id() for _ in samplings]
     has_usage, name = body.stream_options.include_usage, service.public_name(model)
@@ -1070,6 +1079,7 @@ async def _chunks(
 
     for index, sampling in enumerate(samplings):
         yield choice(index, {"role": "assistant", "content": ""})
+        sent = ""
         stream = service.stream(model, prompt, sampling, id=ids[index], **options)
         async with aclosing(stream) as parts:
             async for part in parts:
@@ -1077,13 +1087,14 @@ async def _chunks(
                     answers.append(part)
                     logprobs = _logprobs(part, model) if body.logprobs else None
                     message = _message_of(part)
-                    if prompt.tools and message["content"]:
-                        yield choice(index, {"content": message["content"]})
+                    if part.turns and (rest := _rest_of(message["content"] or "", sent)):
+                        yield choice(index, {"content": rest})
                     if calls := message.get("tool_calls"):
                         numbered = [{"index": i, **call} for i, call in enumerate(calls)]
                         yield choice(index, {"tool_calls": numbered})
                     yield choice(index, {}, _finish_of(part), logprobs)
-                elif isinstance(part, str) and not prompt.tools:
+                elif isinstance(part, str) and not prompt.calls_tools:
+                    sent += part
                     yield choice(index, {"content": part})
     if has_usage:
         yield chunk([], usage=_usage(answers))

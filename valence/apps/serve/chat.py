@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from valence.apps.serve.prompts import prompt_id
-from valence.data.tool_calls import call_format_of
+from valence.data.tool_calls import CallFormat, call_format_of
 from valence.errors import UserError
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
@@ -98,11 +98,14 @@ class TextStream:
 
     A character is returned when all its bytes are known, and text that may be the start of a stop
     string once it is clear that it is not. is_stopped: a stop string was reached; ``text`` ends
-    before it.
+    before it. holds: strings, also special tokens, from which on no text is returned.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), holds: Sequence[str] = ()
+    ) -> None:
         self._tokenizer, self._tokens, self._stops = tokenizer, list[int](), tuple(stops)
+        self._holds = tuple(holds)
         self.text = ""
         self.is_stopped = False
 
@@ -117,14 +120,21 @@ class TextStream:
         else:
             text = text[: len(text) - self._num_held_back(text)]
         is_incomplete = text.endswith(INCOMPLETE) and not ends
-        if is_incomplete or not text.startswith(self.text):
+        if is_incomplete or self._is_held() or not text.startswith(self.text):
             return ""
         piece, self.text = text[len(self.text) :], text
         return piece
 
+    def _is_held(self) -> bool:
+        if not self._holds:
+            return False
+        written = str(self._tokenizer.decode(self._tokens, skip_special_tokens=False))
+        return any(start in written for start in self._holds)
+
     def _num_held_back(self, text: str) -> int:
         """Characters at the end of the text that a stop string may start with."""
-        starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        ends = (*self._stops, *self._holds)
+        starts = (end[:size] for end in ends for size in range(1, len(end)))
         return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
@@ -311,23 +321,30 @@ class ChatModel:
     async def _answer_once(
         self, prompt: ChatPrompt, sampling: Sampling, stops: Sequence[str]
     ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
-        """Answer with one turn, whose calls the client makes."""
-        async with aclosing(self._sample_turn(prompt.ids, sampling, stops)) as parts:
+        """Answer with one turn, whose calls the client makes. Their text is not yielded."""
+        calls = None
+        if prompt.tools:
+            calls = call_format_of(self.encoder.template.source(prompt.tools))
+        holds = () if calls is None else calls.starts
+        sent = ""
+        async with aclosing(self._sample_turn(prompt.ids, sampling, stops, holds)) as parts:
             async for part in parts:
                 if isinstance(part, str):
+                    sent += part
                     yield part
                     continue
-                turns = self._turn_with_calls(prompt, part)
+                turns = () if calls is None else self._turn_with_calls(prompt, part, calls)
                 if turns:
                     yield FinishedTurn(turns)
+                elif part.text.startswith(sent) and part.text != sent:
+                    yield part.text[len(sent) :]  # it was no call, or an incomplete character
                 yield self._answer(prompt, part, sampling, turns)
 
-    def _turn_with_calls(self, prompt: ChatPrompt, completion: Completion) -> tuple[Message, ...]:
+    def _turn_with_calls(
+        self, prompt: ChatPrompt, completion: Completion, calls: CallFormat
+    ) -> tuple[Message, ...]:
         """A completion as a turn with calls; none if it has no calls that can be read."""
-        if not prompt.tools or completion.stop != "eos":
-            return ()
-        calls = call_format_of(self.encoder.template.source(prompt.tools))
-        if calls is None:
+        if completion.stop != "eos":
             return ()
         turn = parse_turn(
             self.encoder,
@@ -372,13 +389,16 @@ class ChatModel:
                     seed=(sampling.seed + (run.num_turns << 32)) % 2**63,
                 )
                 num_messages = len(run.messages)
-                context = tuple(run.context)
+                context, sent = tuple(run.context), ""
                 async with aclosing(self._sample_turn(context, turn_sampling, ())) as parts:
                     async for part in parts:
                         if isinstance(part, str):
+                            sent += part
                             yield part
                             continue
                         version = part.version
+                        if part.text.startswith(sent) and part.text != sent:
+                            yield part.text[len(sent) :]  # an incomplete character
                         work = run.take_turn(part.tokens, part.logps)
                         goes_on = await self._in_background(work)
                 yield FinishedTurn(tuple(run.messages[num_messages:]))
@@ -430,9 +450,13 @@ class ChatModel:
         )
 
     async def _sample_turn(
-        self, prompt: tuple[int, ...], sampling: Sampling, stops: Sequence[str]
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        stops: Sequence[str],
+        holds: Sequence[str] = (),
     ) -> AsyncGenerator[str | Completion, None]:
-        """Yield the pieces of a turn's text, then the turn."""
+        """Yield the pieces of a turn's text, then the turn. holds: see ``TextStream``."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
 
@@ -440,19 +464,15 @@ class ChatModel:
             if not request.is_cancelled.is_set():  # otherwise the loop may be closed
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        text = TextStream(self.encoder.tokenizer, stops)
+        text = TextStream(self.encoder.tokenizer, stops, holds)
         request = _Request(prompt, sampling, text, put)
         self._submit(request)
-        sent = ""
         try:
             while (piece := await pieces.get()) is not None:
-                sent += piece
                 yield piece
             completion = request.result
             if not isinstance(completion, Completion):
                 raise completion or AssertionError("a request ends with a result")
-            if completion.text.startswith(sent) and completion.text != sent:
-                yield completion.text[len(sent) :]  # an incomplete character
             yield completion
         finally:
             # nothing is awaited here: a request that is cancelled may be cancelled again
