@@ -76,13 +76,13 @@ def served(serve: Serve) -> Served:
     return serve(f"rollout.tools=[{SCALE}]")
 
 
-def asked(served: Served, least: int = 3, **more: Any) -> tuple[list[Any], Answer]:
+def first_answer(served: Served, num_turns: int = 3, **more: Any) -> tuple[list[Any], Answer]:
     """The events of the first answer with this many turns, none of them empty, and the answer."""
     messages = more.pop("messages", ASK)
     for _ in range(60):
         shown = served.ask(messages, **more)
         answer = served.store.answer(shown[-1]["done"])
-        if len(answer.messages) >= least and has_texts(answer):
+        if len(answer.messages) >= num_turns and has_texts(answer):
             return shown, answer
     raise AssertionError("no answer has enough turns")
 
@@ -95,7 +95,7 @@ def has_texts(answer: Answer) -> bool:
 
 
 def test_the_service_calls_tools_and_shows_each_turn(served: Served) -> None:
-    shown, answer = asked(served)
+    shown, answer = first_answer(served)
     roles = [message["role"] for message in answer.messages]
     assert roles[:2] == ["assistant", "tool"] or roles[:2] == ["assistant", "user"]
     assert roles[-1] == "assistant"
@@ -115,7 +115,7 @@ def test_the_service_calls_tools_and_shows_each_turn(served: Served) -> None:
 
 
 def test_rows_have_all_turns_and_the_tokens_that_were_sampled(served: Served, place: Path) -> None:
-    _, answer = asked(served)
+    _, answer = first_answer(served)
     served.post("/api/rate", {"answer": answer.id, "label": True})
     (row,) = served.rows()
     assert row["prompt"] == ASK
@@ -147,7 +147,7 @@ def prepared(place: Path, method: str, path: Path) -> Any:
 
 
 def test_log_probabilities_are_those_of_the_whole_sequence(served: Served, place: Path) -> None:
-    _, answer = asked(served)
+    _, answer = first_answer(served)
     ids = torch.tensor([[*answer.prompt_ids, *answer.completion.tokens]])
     model: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype="float32")
     with torch.no_grad():
@@ -185,8 +185,8 @@ def test_pairs_of_answers_with_results_have_no_tokens(served: Served, place: Pat
 
 
 def test_a_liked_and_a_disliked_answer_are_a_pair_without_tokens(served: Served) -> None:
-    _, good = asked(served)
-    _, bad = asked(served)
+    _, good = first_answer(served)
+    _, bad = first_answer(served)
     served.post("/api/rate", {"answer": good.id, "label": True})
     served.post("/api/rate", {"answer": bad.id, "label": False})
     (pair,) = served.rows("pairs")
@@ -195,7 +195,7 @@ def test_a_liked_and_a_disliked_answer_are_a_pair_without_tokens(served: Served)
 
 
 def test_a_correction_follows_the_results_of_the_tools(served: Served) -> None:
-    _, answer = asked(served)
+    _, answer = first_answer(served)
     served.post("/api/rate", {"answer": answer.id, "correction": "better"})
     (row,) = served.rows("demonstrations")
     assert row["prompt"] == [*ASK, *answer.messages[:-1]]
@@ -208,7 +208,7 @@ def test_a_correction_follows_the_results_of_the_tools(served: Served) -> None:
 
 def test_the_next_message_follows_all_turns(serve: Serve) -> None:
     served = serve(f"rollout.tools=[{SCALE}]")
-    _, answer = asked(served)
+    _, answer = first_answer(served)
     served = serve(f"rollout.tools=[{SCALE}]")  # answers are read from the file
     assert served.store.answer(answer.id).messages == answer.messages
     more = [{"role": "user", "content": "and now?"}]
@@ -231,7 +231,7 @@ def test_prompts_are_done_after_a_vote(serve: Serve) -> None:
     prompts = [{"prompt": "first"}, {"prompt": "second"}]
     served = serve(f"rollout.tools=[{SCALE}]", prompts=prompts)
     first = served.post("/api/next-prompt").json()
-    _, answer = asked(served, 1, messages=first["messages"], prompt=first["number"])
+    _, answer = first_answer(served, 1, messages=first["messages"], prompt=first["number"])
     served.post("/api/rate", {"answer": answer.id, "label": True})
     assert served.post("/api/next-prompt").json()["number"] == 2
 
@@ -351,14 +351,14 @@ def test_calls_are_streamed_as_one_delta(serve: Serve) -> None:
         if complete(served, tools=[TOOL], seed=seed).json()["choices"][0]["finish_reason"]
         == "tool_calls"
     )
-    whole = complete(served, tools=[TOOL], seed=seed).json()["choices"][0]
+    response = complete(served, tools=[TOOL], seed=seed).json()["choices"][0]
     *chunks, done = events(complete(served, tools=[TOOL], seed=seed, stream=True))
     assert done == "[DONE]"
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    assert [{**call, "index": 0} for call in whole["message"]["tool_calls"]] == calls
+    assert [{**call, "index": 0} for call in response["message"]["tool_calls"]] == calls
     text = "".join(delta.get("content") or "" for delta in deltas)
-    assert text == (whole["message"]["content"] or "")
+    assert text == (response["message"]["content"] or "")
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -209,11 +209,10 @@ class ChatModel:
         self._completed = list[_Request]()
         self._is_sampling = False
         if self.tool_use is not None and self._background is not None:
-            try:
+            with ExitStack() as failing:
+                failing.callback(self.close)
                 self._background.submit(self.tool_use.tools.prepare()).result()
-            except BaseException:
-                self.close()
-                raise
+                failing.pop_all()
 
     def encode(
         self,
@@ -240,12 +239,12 @@ class ChatModel:
                     where="tools",
                     fix="remove the tools, or serve a model whose template prints them",
                 )
-            seen = self.encoder.chat_of(chat)  # with the tools of the run
-            ids = self.encoder.encode_prompt(seen)
+            prompt = self.encoder.chat_of(chat)  # with the tools of the run
+            ids = self.encoder.encode_prompt(prompt)
         self._room(ids)
         return ChatPrompt(
-            seen.messages,
-            seen.tools,
+            prompt.messages,
+            prompt.tools,
             ids,
             key=prompt_id(chat.messages, chat.tools),
             calls_tools=self.tool_use is not None and not client_calls,
