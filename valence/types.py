@@ -486,7 +486,8 @@ class Episode:
     """The turns of a completion that may call tools.
 
     ``messages``: the turns after the prompt. ``calls``: for each call, its ``turn``, ``name``,
-    ``arguments`` and ``seconds``, the length of its result in characters, and its ``error``.
+    ``arguments`` and ``seconds``, its ``error`` with the ``detail`` of where it happened, and
+    whether its result ``is_cut``.
     ``end``: ``answer`` (a turn without calls), ``turns`` or ``length`` (limits). ``prompt_ids``:
     the tokens of the prompt, if the environment has added to those of the row. ``reward``: that of
     the environment. ``error``: why the episode cannot be scored.

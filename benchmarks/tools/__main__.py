@@ -37,7 +37,7 @@ TEMPLATES = {
 TOOLS = "benchmarks.tools.calculator:calculate"
 WRONG_TOOLS = "benchmarks.tools.wrong_calculator:calculate"
 ROLLOUT = {"tools": [TOOLS], "max_turns": 3, "max_new_tokens": 112}
-NUM_DEMONSTRATIONS = 96
+NUM_DEMONSTRATIONS = 8
 NUM_PROMPTS, NUM_QUESTIONS = 400, 100
 STEPS = 14
 BARS = {"before": 0.1, "after": 0.6, "wrong": 0.1}
@@ -122,7 +122,8 @@ class Study:
                 "model": {**self.model, "lora": {"rank": 16}},
                 "data": {"train": str(self.shown)},
                 "train": {
-                    "batch_size": 16, "epochs": 2, "learning_rate": 1e-3, "seed": self.seed,
+                    "batch_size": 8, "epochs": 2, "learning_rate": 7e-4, "schedule": "constant",
+                    "warmup": 0, "compile": "off", "seed": self.seed,
                 },
             },
         )  # fmt: skip
@@ -132,13 +133,14 @@ class Study:
             "grpo",
             {
                 "method": "grpo",
-                "model": {**self.model, "adapter": str(start / "model")},
+                "model": {**self.model, "name": str(start / "model"), "lora": {"rank": 16}},
                 "data": {"train": str(self.trained)},
                 "reward": "benchmarks.tools.calculator:solved",
                 "rollout": ROLLOUT | {"num_rollouts": 8},
                 "train": {
                     "batch_size": 8, "max_steps": 2 if self.quick else STEPS,
-                    "learning_rate": 3e-4, "schedule": "constant", "warmup": 0, "seed": self.seed,
+                    "learning_rate": 3e-4, "schedule": "constant", "warmup": 0,
+                    "compile": "off", "seed": self.seed,
                 },
             },
         )  # fmt: skip

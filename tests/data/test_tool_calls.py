@@ -92,6 +92,38 @@ def test_calls_that_a_template_prints_are_read_back(name: str, case: str) -> Non
     assert parsed.content.replace("<think>", "").replace("</think>", "").strip() == ""
 
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+KEYS = st.from_regex(r"[a-z][a-z_]{0,5}", fullmatch=True)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+STORED = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": TEXT,
+        "number": NUMBERS,
+        "count": st.integers(),
+        "flag": st.booleans(),
+        "missing": st.none(),
+        "items": st.lists(JSON, max_size=3),
+        "nested": st.dictionaries(KEYS, JSON, max_size=3),
+    },
+)
+
+
+@given(st.sampled_from(sorted(TOOL_MODELS)), STORED)
+def test_any_arguments_that_a_template_prints_are_read_back(
+    name: str, arguments: dict[str, Any]
+) -> None:
+    text = text_of(name, turn("assistant", "", tool_calls=[call("store", arguments)]))
+    parsed = FORMATS[TOOL_MODELS[name].format].parse(text, TOOLS)
+    assert parsed.error == ""
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("store", arguments)]
+
+
 @pytest.mark.parametrize("name", [n for n, m in TOOL_MODELS.items() if m.num_calls > 1])
 def test_several_calls_and_the_text_in_front_are_read_back(name: str) -> None:
     calls = [

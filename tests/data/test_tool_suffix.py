@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from tests.data.encoding import HERE, turn
 from tests.data.tool_models import (
@@ -22,7 +23,7 @@ from tests.data.tool_models import (
 )
 from tests.tiny import NO_END, tiny_tokenizer
 from valence.data.encode import Encoder
-from valence.data.template import ChatTemplate
+from valence.data.template import ChatTemplate, chatml_template
 from valence.data.tool_calls import call_format_of
 from valence.data.vocab import RowError
 from valence.types import Chat, Demonstration, TokenizedExample
@@ -147,6 +148,21 @@ def test_sampled_tokens_are_those_that_offline_training_trains_on(name: str) -> 
     ids, mask = play(name)
     assert list(unit.prompt_ids + answer.ids) == ids
     assert [False] * len(unit.prompt_ids) + list(answer.mask) == mask
+
+
+def test_a_suffix_has_the_tokens_that_follow_the_end_token_in_the_conversation() -> None:
+    """Also with a tokenizer that writes a word differently where a text starts."""
+    tokenizer = tiny_tokenizer()
+    backend: Any = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Prepend("_")  # as Llama 2 puts a space there
+    tokenizer.chat_template = chatml_template(tokenizer)
+    enc = Encoder(tokenizer, max_length=1000)
+    prompt, turns = conversation_of("chatml")
+    ids = enc.encode_tool_suffix(Chat(tuple(prompt), TOOLS), turns[:2], 1)
+    conversation = enc.encode_prompt(Chat((*prompt, *turns[:2]), TOOLS))
+    assert conversation[-len(ids) :] == ids
+    assert conversation[-len(ids) - 1] == tokenizer.eos_token_id
+    assert "4 degrees" in tokenizer.decode(list(ids))
 
 
 # --- where a sampled turn ends

@@ -615,7 +615,8 @@ class Data(Section):
     chat_template: Text | None = None
     """`chatml`, or the path of a Jinja file. Default: that of the tokenizer.
 
-    It is saved with the tokenizer.
+    ChatML prints tools, tool calls and their results as Qwen2.5 does. The template is saved with
+    the tokenizer.
     """
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict[str, Any])
     """Variables of the chat template, such as `{enable_thinking: false}`."""

@@ -257,6 +257,10 @@ class Encoder:
             "prompts as text or as chat messages",
         )
 
+    def as_plain_text(self, text: str) -> str:
+        """A text in which no name of a special token becomes that token, because it has a space."""
+        return self._special.sub(lambda name: f"{name[0][0]} {name[0][1:]}", text)
+
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
         return self._encode(example, source, _EncodingState())

@@ -615,7 +615,9 @@ def _completion(fields: Mapping[str, Any]) -> Completion:
 
 def _facts_of(episode: Episode) -> dict[str, Any]:
     """What the turns of an episode do not show."""
-    facts = {"end": episode.end, "calls": list(episode.calls)}
+    # times would differ between two calls of the command
+    calls = [{k: v for k, v in call.items() if k != "seconds"} for call in episode.calls]
+    facts = {"end": episode.end, "calls": calls}
     if episode.reward is not None:
         facts["reward"] = episode.reward
     return facts | ({"error": episode.error} if episode.error else {})

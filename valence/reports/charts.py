@@ -386,6 +386,13 @@ LEARNING = (
         "fractions; tied: prompts with equal rewards of all answers",
         axis=SHARE,
     ),
+    Chart("Turns and tool calls", ("rollout/turns", "rollout/tool_calls"), "per answer"),
+    Chart(
+        "Failed calls, and answers at the limit of turns",
+        ("rollout/tool_errors", "rollout/max_turns"),
+        "fractions of the calls and of the answers",
+        axis=SHARE,
+    ),
 )
 KTO = "kl/raw"
 """A metric of kto and similar methods: their ``kl`` is the reference point, not a divergence."""

@@ -51,6 +51,10 @@ DEFINITIONS: dict[str, str] = {
     "rollout/tied": "Share of prompts whose completions all have the same reward. They teach "
     "nothing.",
     "rollout/failed": "Share of completions without a score.",
+    "rollout/turns": "Mean turns of the policy per completion.",
+    "rollout/tool_calls": "Mean tool calls per completion.",
+    "rollout/tool_errors": "Share of the tool calls that failed. Lower is better.",
+    "rollout/max_turns": "Share of completions that ended with the last allowed turn.",
 }
 
 

@@ -323,8 +323,7 @@ class ServerPool:
                         body = make_body(position, member.admission.result())  # type: ignore[union-attr]
                         request = start(member.client.post_async(member.http, route, body))
                         member.requests[request] = position
-                    pending = [task for member in members for task in in_progress(member)]
-                    await asyncio.wait([*pending, *between], return_when=asyncio.FIRST_COMPLETED)
+                    await any_done(*(in_progress(member) for member in members), between)
                     for member in members:
                         error, following = self._handle_replies(member, handle)
                         between |= {start(work): position for position, work in following}
@@ -414,6 +413,12 @@ def take_ready(between: dict[asyncio.Task[bool], int]) -> list[int]:
     done = [work for work in between if work.done()]
     positions = {work: between.pop(work) for work in done}
     return [position for work, position in positions.items() if work.result()]
+
+
+async def any_done(*parts: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until one of these is done, if there are any."""
+    if pending := {task for part in parts for task in part}:
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
 
 def in_progress(member: PoolMember) -> list[asyncio.Task[Any]]:

@@ -56,7 +56,7 @@ MAX_ABANDONED = 8
 RESERVED = ("reset", "get_reward", "close")
 """Public methods of an environment that are no tools."""
 
-ToolFailure = Literal["", "exception", "timeout", "unknown_tool", "arguments", "lost"]
+ToolFailure = Literal["", "exception", "timeout", "unknown_tool", "arguments", "lost", "malformed"]
 
 
 class ToolError(Exception):
@@ -207,6 +207,12 @@ class Tools:
     def has_reward(self) -> bool:
         """Whether the environment has a method ``get_reward``."""
         return self._environment is not None and self._environment.has_reward
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether calling the tools again gives the same results: what the class of the environment
+        says of itself with ``replayable``."""
+        return self._environment is None or self._environment.is_replayable
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -520,6 +526,7 @@ class Environment:
         self._reset_parameters = _parameters(reset, is_method=True)
         self.has_reward = callable(getattr(cls, "get_reward", None))
         self.has_close = callable(getattr(cls, "close", None))
+        self.is_replayable = bool(getattr(cls, "replayable", True))
         self.tools = [
             _make_tool(
                 function,

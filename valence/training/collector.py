@@ -26,6 +26,7 @@ from valence.methods.sample_builders import RolloutGroup, per_token
 from valence.models.reference import tempered
 from valence.reports.console import Progress
 from valence.rewards.build import digests
+from valence.rewards.cache import digest
 from valence.rewards.combine import Combined
 from valence.rewards.run import Stopped, close, score_all
 from valence.rollouts.protocol import Sampling
@@ -51,6 +52,8 @@ from valence.types import (
     TokenizedExample,
 )
 
+TOOLS = "rollout.tools"
+"""The name of the tools among the digests of the rewards."""
 EMPTY_COMPLETION = Score(None, error="the answer has no tokens")
 
 
@@ -201,8 +204,9 @@ class Collector:
 
     @cached_property
     def reward_digests(self) -> dict[str, str]:
-        """A digest of each reward as it was loaded, by its name."""
-        return digests(self.reward)
+        """A digest of each reward as it was loaded, by its name, and of the tools."""
+        use = self._prepared.tool_use
+        return digests(self.reward) | ({} if use is None else {TOOLS: digest(use.tools.identity)})
 
     @cached_property
     def engine(self) -> RolloutEngine:
@@ -661,7 +665,7 @@ class Collector:
             for score in scores:
                 for name, value in score.parts.items():
                     tally.add(f"reward/{name}", [value])
-        tally.add("rollout/length", [float(len(c.tokens)) for c in completions])
+        tally.add("rollout/length", [float(sum(c.sampled)) for c in completions])
         shares = (distinct_4grams(c.sampled_tokens) for c in completions)
         tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(c.stop == "length") for c in completions])

@@ -20,8 +20,8 @@ from valence.data.tool_calls import CallFormat, ParsedTurn, call_format_of
 from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
-from valence.rollouts.protocol import Sampling
-from valence.rollouts.tools import ToolError, Tools, ToolSession
+from valence.rollouts.protocol import Sampling, completion_seed
+from valence.rollouts.tools import ToolError, ToolResult, Tools, ToolSession
 from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
@@ -87,8 +87,8 @@ class EpisodeRun:
     """One completion while its turns are sampled.
 
     chat, row_ids: the prompt of its row. info: the other columns of the row. position, index: of
-    the prompt, and of the completion among those of the prompt. tokens, mask, logps: of everything
-    after the prompt. limit: most tokens of these.
+    the prompt, and of the completion among those of the prompt. seed: of the random numbers of its
+    tools. tokens, mask, logps: of everything after the prompt. limit: most tokens of these.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class EpisodeRun:
         *,
         position: int,
         index: int,
+        seed: int,
         limit: int,
     ) -> None:
         self.use, self.chat, self.info = use, chat, info
-        self.position, self.index, self.limit = position, index, limit
+        self.position, self.index, self.seed, self.limit = position, index, seed, limit
         self.row_ids = self.prompt_ids = row_ids
         self.tokens: list[int] = []
         self.mask: list[bool] = []
@@ -138,8 +139,15 @@ class EpisodeRun:
             await self.close()
             return False
         if text:
-            self._append_to_prompt(text)
-        return True
+            self._append_to_prompt(self.use.encoder.as_plain_text(text))
+        limit = self.use.encoder.max_length
+        if len(self.prompt_ids) > limit:
+            self.error = (
+                f"the prompt has {len(self.prompt_ids)} tokens with the text of the environment, "
+                f"and data.max_length leaves {limit}"
+            )
+            await self.close()
+        return not self.error
 
     def _row(self) -> dict[str, Any]:
         return {"prompt": [dict(message) for message in self.chat.messages], **self.info}
@@ -179,13 +187,15 @@ class EpisodeRun:
             return await self._finish("answer")
         if self.num_turns == self.use.max_turns:
             return await self._finish("turns")
-        results = [await self._call(call) for call in turn.calls] if not turn.error else []
+        results = [await self._call(call) for call in turn.calls]
         try:
             if turn.error:
                 results = [self._answer_of(turn.error)]
             self.messages += results
             suffix = encoder.encode_tool_suffix(self.chat, self.messages, len(results))
         except RowError as error:
+            if turn.error:  # the template has no place for the answer to a malformed call
+                return await self._finish("answer")
             raise UserError(
                 f"the chat template cannot continue a conversation with tools: {error.reason}",
                 code=error.code,
@@ -203,7 +213,7 @@ class EpisodeRun:
 
     def _answer_of(self, problem: str) -> Message:
         """The turn that answers a malformed call. Raises RowError."""
-        self._record("", {}, "malformed", 0.0, len(problem))
+        self._record("", {}, ToolResult(problem, "malformed"))
         conversation = [*self.chat.messages, *self.messages]
         return self.use.encoder.template.answer_of_error(conversation, problem, self.chat.tools)
 
@@ -215,36 +225,31 @@ class EpisodeRun:
     async def _call(self, call: Any) -> Message:
         session = await self._opened()
         result = await session.call(call.name, call.arguments)
-        self._record(call.name, call.arguments, result.error, result.seconds, len(result.text))
+        self._record(call.name, call.arguments, result)
         return {
             "role": "tool",
             "name": call.name,
             "tool_call_id": call.id,
-            "content": result.text,
+            # a result cannot end its turn and begin one of the model
+            "content": self.use.encoder.as_plain_text(result.text),
         }
 
-    def _record(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        error: str,
-        seconds: float,
-        num_characters: int,
-    ) -> None:
+    def _record(self, name: str, arguments: Mapping[str, Any], result: ToolResult) -> None:
         self.calls.append(
             {
                 "turn": self.num_turns,
                 "name": name,
                 "arguments": dict(arguments),
-                "error": error,
-                "seconds": round(seconds, 3),
-                "characters": num_characters,
+                "error": result.error,
+                "detail": result.detail,
+                "is_cut": result.is_cut,
+                "seconds": round(result.seconds, 3),
             }
         )
 
     async def _opened(self) -> ToolSession:
         if self._session is None:
-            self._session = await self.use.tools.open()
+            self._session = await self.use.tools.open(self.seed)
         return self._session
 
     async def _finish(self, end: End) -> bool:
@@ -303,9 +308,17 @@ def episodes_of(
             raise UserError(
                 error.message, code=error.code, where=str(prompt.origin), fix=error.fix
             ) from error
-        limit = sampling.max_new_tokens
         episodes += [
-            EpisodeRun(use, chat, ids, prompt.info, position=position, index=k, limit=limit)
+            EpisodeRun(
+                use,
+                chat,
+                ids,
+                prompt.info,
+                position=position,
+                index=k,
+                seed=completion_seed(sampling.seed, position) + k,
+                limit=sampling.max_new_tokens,
+            )
             for k in range(n)
         ]
     return episodes

@@ -253,6 +253,8 @@ class Prepared:
         if rollout.at_once is not None:
             return rollout.at_once
         tokens = self._longest_prompt + rollout.max_new_tokens
+        if rollout.has_tools:  # the keys and values of conversations are kept between turns
+            tokens *= 2
         width = DTYPES[self.recipe.model.dtype].itemsize
         return completions_per_batch(shape, tokens, width, device)
 

@@ -16,6 +16,7 @@ from valence.errors import UserError
 from valence.losses.advantage import adapted
 from valence.methods.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
 from valence.training.collector import (
+    TOOLS,
     Collector,
     QueuedRound,
     RolloutPrompt,
@@ -180,6 +181,13 @@ class Rounds:
             self._set_units([])
         if "loss.kl_beta" in changed and self.kl_beta is not None:
             self.kl_beta = self._prepared.recipe.loss["kl_beta"]
+        use = self._prepared.tool_use
+        if use is not None and not use.tools.is_replayable and not self.steps:
+            self._messages.warn(
+                f"round {self.num_rounds + 1} may have begun before the interruption, and is "
+                f"sampled from its start: calls of {self._prepared.recipe.rollout.environment}, "
+                "which cannot be replayed, may be made twice"
+            )
 
     def close(self) -> None:
         self.collector.close()
@@ -390,13 +398,15 @@ class Rounds:
         return steps
 
     def _warn_of_changed_rewards(self) -> None:
-        """Warn of reward functions whose code or model has changed since they last scored."""
+        """Warn of reward functions whose code or model has changed since they last scored, and of
+        tools whose code has changed."""
         before, self.reward_digests = self.reward_digests, self.collector.reward_digests
         for name in before.keys() & self.reward_digests.keys():
             if before[name] != self.reward_digests[name]:
+                what = "the tools have" if name == TOOLS else f"reward {name} has"
+                use = "use the new ones" if name == TOOLS else "are scored by its new version"
                 self._messages.warn(
-                    f"reward {name} has changed: from round {self.num_rounds} on, completions are "
-                    f"scored by its new version"
+                    f"{what} changed: from round {self.num_rounds} on, completions {use}"
                 )
 
     # State

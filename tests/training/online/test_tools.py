@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 
 import valence
 from tests.errors import raises_error
+from tests.rollouts.vllm_server import Fake, serving
 from tests.training.online.recipes import logged
+from tests.training.online.test_servers import kill_at
 from tests.training.online.tool_kit import (
     BY_CHANCE,
     SCALE,
@@ -22,7 +26,11 @@ from tests.training.online.tool_kit import (
     tool_recipe,
 )
 from tests.training.resuming import killed, resumed_steps, train, weights
+from valence.batching.micro_batches import StepPacker
+from valence.data.load import load, sources_from
+from valence.jobs.sample_rows import sample_rows
 from valence.methods import ONLINE
+from valence.options import SampleOptions
 from valence.rollouts import HFGenerator, Sampling
 from valence.training import episodes
 from valence.training.collector import (
@@ -156,13 +164,17 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
     examples = builder(sampled, run.recipe.rollout, run.recipe.loss)
     masks = [answer.mask for example in examples for answer in example.answers]
     assert any(0 < sum(mask) < len(mask) for mask in masks)
+    packer = StepPacker(examples)  # the completions of a prompt share it
+    prompts_of_step = {example.prompt_ids for example in examples}
+    num_answer_tokens = sum(len(answer.ids) for e in examples for answer in e.answers)
+    assert packer.num_unique_tokens <= sum(map(len, prompts_of_step)) + num_answer_tokens
     # the rows that stored conversations with these masks would be
     stored = unpacked(packed(examples))
     expected = None
     for rows_of_step, size in ((examples, 64), (stored, 64), (examples, 500), (examples, 9000)):
         objective.micro_batch_tokens = size
         run.policy.zero_grad()
-        loss = objective.run(rows_of_step, backward=True).loss
+        loss = objective.run(rows_of_step, backward=True).loss.item()
         gradient = [p.grad.clone() for p in run.state.trained_weights.values()]
         if expected is None:
             expected = loss, gradient
@@ -251,3 +263,131 @@ def test_tools_of_a_run_folder_are_not_run_unless_they_are_named(place: Path) ->
     assert open_run(target, ["rollout.tools=null"], group=group).prepared.tool_use is None
     run = open_run(target, [f"rollout.tools=[{SCALE}]"], group=group)
     assert run.prepared.tool_use is not None
+
+
+# Servers
+
+
+def server_recipe(place: Path, name: str, fakes: list[Fake], **rollout: Any) -> dict[str, Any]:
+    settings = tool_recipe(
+        place,
+        "online_kto",
+        rollout={
+            "engine": "vllm", "url": [fake.url for fake in fakes], "check_prompts": 0,
+            "num_rollouts": 2, "timeout": 30.0,
+        } | rollout,
+        train={"max_steps": 3, "batch_size": 2},
+        run={"dir": str(place / name), "save_every": 1},
+    )  # fmt: skip
+    return settings | {"eval": {}, "data": settings["data"] | {"eval": []}}
+
+
+class Turns(Fake):
+    """A server that samples turns of different lengths, which are calls by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[tuple[int, ...]] = []
+
+    def choice(self, settings: Any, index: int) -> dict[str, Any]:
+        result = super().choice(settings, index)
+        seed, end = settings["seed"], settings["stop_token_ids"][0]
+        ids = [60 + (seed + k) % 40 for k in range(seed % 7 + 1)][: settings["max_tokens"] - 1]
+        ids.append(end)
+        result["token_ids"] = ids
+        result["logprobs"]["content"] = [{"token_id": i, "logprob": -0.5 - i / 999} for i in ids]
+        if result.get("weight_versions"):
+            [span] = result["weight_versions"][:1]
+            result["weight_versions"] = [span | {"start": 0, "end": len(ids)}]
+        return result | {"finish_reason": "stop"}
+
+    def inference_v1_generate(self, body: Any) -> Any:
+        self.contexts.append(tuple(body["token_ids"]))
+        return super().inference_v1_generate(body)
+
+
+def test_a_server_samples_turns_from_the_tokens_so_far(place: Path) -> None:
+    with serving(Turns()) as fake:
+        train(server_recipe(place, "run", [fake]))
+        rows = [row for row in logged(place) if "rollout/turns" in row]
+        assert any(row["rollout/turns"] > 1.2 for row in rows)
+        contexts = set(fake.contexts)  # type: ignore[attr-defined]
+        longer = [c for c in contexts if any(c[:n] in contexts for n in range(1, len(c)))]
+        assert len(longer) > 3
+
+
+def test_a_server_that_is_lost_costs_no_turn(place: Path) -> None:
+    with serving(Turns()) as whole:
+        train(server_recipe(place, "whole", [whole]))
+    with serving(Turns()) as first, serving(Turns()) as second:
+        kill_at(first, 3)
+        train(server_recipe(place, "run", [first, second]))
+    assert logged(place) == logged(place, "whole")
+    assert first.contexts + second.contexts  # type: ignore[attr-defined]
+    both = Counter(first.contexts) + Counter(second.contexts)  # type: ignore[attr-defined]
+    assert both.keys() == Counter(whole.contexts).keys()  # type: ignore[attr-defined]
+
+
+def test_rounds_ahead_have_episodes(place: Path) -> None:
+    with serving(Turns()) as fake:
+        settings = server_recipe(place, "run", [fake], ahead=1)
+        killed(settings, 2)
+        train(settings)
+    with serving(Turns()) as fake:
+        train(server_recipe(place, "whole", [fake], ahead=1))
+    assert [row["rollout/turns"] for row in logged(place) if "rollout/turns" in row] == [
+        row["rollout/turns"] for row in logged(place, "whole") if "rollout/turns" in row
+    ]
+
+
+def test_changed_tools_and_environments_without_replay_are_reported(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    source = """class {}:
+    replayable = False
+
+    def reset(self, **row):
+        pass
+
+    def scale(self, number: int) -> int:
+        \"\"\"Scale.
+
+        Args:
+            number: A number.
+        \"\"\"
+        return number * {}
+"""
+    (place / "my_tools.py").write_text(source.format("Mine", 2))
+    settings = tool_recipe(place, rollout={"tools": None, "environment": "my_tools:Mine"})
+    killed(settings, 3)
+    (place / "my_tools.py").write_text(source.format("Mine", 3))
+    del sys.modules["my_tools"]
+    _, printed = train(settings)
+    assert "cannot be replayed" in printed
+    assert "the tools have changed" in printed
+
+
+def test_rows_of_sampled_episodes_train_sampled_tokens(place: Path) -> None:
+    """Rows of `valence sample` keep the tokens and the mask."""
+    run = built(place)
+    out = place / "answers.jsonl"
+    options = SampleOptions(n=2, data=[str(place / "prompts.jsonl")], out=out, max_new_tokens=150)
+    recipe_file = place / "recipe.yaml"
+    recipe_file.write_text(json.dumps(tool_recipe(place)))
+    sample_rows(str(recipe_file), options, console=run.messages.console)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert any(len(row["completion"]) > 2 for row in rows)
+    again = out.read_bytes()
+    sample_rows(str(recipe_file), options, console=run.messages.console)
+    assert out.read_bytes() == again
+    encoded = run.prepared.encoder.encode_all(
+        load(sources_from([str(out)]), "demonstration").examples
+    )
+    assert not encoded.unusable
+    for row, unit in zip(rows, encoded.units, strict=True):
+        [answer] = unit.answers
+        assert list(answer.ids) == row["completion_ids"]
+        mask = row["sampled"].get("mask") or [1] * len(answer.ids)
+        assert list(answer.mask) == list(map(bool, mask))
+        assert unit.prompt_ids == tuple(row["prompt_ids"])
