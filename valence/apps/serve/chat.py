@@ -368,6 +368,7 @@ class ChatModel:
             position=0,
             index=0,
             limit=sampling.max_new_tokens,
+            seed=sampling.seed,
         )
         self._episodes.add(run)
         try:
