@@ -257,7 +257,7 @@ class CallingModel(ChatModel):
         prompt = super().encode(messages[:1], *arguments, **options)
         return replace(prompt, messages=tuple(messages))
 
-    async def stream(self, *arguments: Any, **options: Any) -> Any:
+    async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
         async for part in super().stream(*arguments, **options):
             if isinstance(part, Answer):
                 yield "I look. <call>"
@@ -331,7 +331,7 @@ def test_a_link_that_is_no_longer_valid_is_explained(browser: Browser, tmp_path:
 
 def test_answers_that_are_empty_or_cut_off_say_so(browser: Browser, tmp_path: Path) -> None:
     class EmptyModel(ChatModel):
-        async def stream(self, *arguments: Any, **options: Any) -> Any:
+        async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
             async for part in super().stream(*arguments, **options):
                 if isinstance(part, Answer):
                     yield replace(part, completion=replace(part.completion, text=""))
