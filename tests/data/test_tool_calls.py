@@ -160,6 +160,17 @@ def test_an_answer_is_no_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_MODELS)
+def test_a_turn_has_no_call_before_its_start(name: str) -> None:
+    call_format = FORMATS[TOOL_MODELS[name].format]
+    text = text_of(name, turn("assistant", "", tool_calls=[call(*ARGUMENTS["nested"])]))
+    place = min(text.find(start) for start in call_format.starts if start in text)
+    assert call_format.parse(text, TOOLS).calls
+    for end in range(place + 1):
+        parsed = call_format.parse(text[:end], TOOLS)
+        assert (parsed.calls, parsed.error) == ((), "")
+
+
+@pytest.mark.parametrize("name", TOOL_MODELS)
 def test_the_template_shows_the_format(name: str) -> None:
     source = ChatTemplate(tool_tokenizer(name)).source(TOOLS)
     call_format = call_format_of(source)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.browsing import Browser, Page, Site, browser, opened, until, wait_for_status
 from tests.serving.kit import Served, open_trainer, rows, trainer
-from valence.apps.serve.chat import Answer, ChatModel
+from valence.apps.serve.chat import Answer, ChatModel, FinishedTurn
 
 __all__ = ["browser"]
 
@@ -233,6 +233,73 @@ def test_markup_is_shown_as_text_and_a_telephone_needs_no_scrolling(
             assert page.evaluate(f"{node}.scrollWidth") <= 390
 
 
+CALLS = (
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": "call00000",
+                "function": {"name": "look_up", "arguments": {"text": HOSTILE, "number": 2**60}},
+            }
+        ],
+    },
+    {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": HOSTILE},
+)
+LAST = {"role": "assistant", "content": "It is there."}
+
+
+class CallingModel(ChatModel):
+    """Calls a tool before it answers. Its template prints no calls, so the prompt has none."""
+
+    def encode(self, messages: Any, *arguments: Any, **options: Any) -> Any:
+        prompt = super().encode(messages[:1], *arguments, **options)
+        return replace(prompt, messages=tuple(messages))
+
+    async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        async for part in super().stream(*arguments, **options):
+            if isinstance(part, Answer):
+                yield "I look. <call>"
+                yield FinishedTurn(CALLS)
+                yield LAST["content"][:5]
+                yield LAST["content"][5:]
+                yield FinishedTurn((LAST,))
+                yield replace(part, turns=(*CALLS, LAST))
+
+
+def test_calls_of_tools_are_shown_between_the_turns(browser: Browser, tmp_path: Path) -> None:
+    model = CallingModel(trainer(), "calling")
+    with site_in(tmp_path, model=model) as site, opened(browser, site) as page:
+        page.fill("#input", "hello")
+        page.keyboard.press("Enter")
+        wait_for_answer(page)
+        assert page.locator(".answer .message").all_text_contents() == ["I look.", "It is there."]
+        tool = page.locator(".answer details.tool")
+        assert tool.count() == 1
+        assert not tool.locator("pre").first.is_visible()
+        assert "look_up" in (tool.locator("summary").text_content() or "")
+        tool.locator("summary").click()
+        arguments, result = tool.locator("pre").all_text_contents()
+        assert "<script>" in arguments
+        assert str(2**60) in arguments
+        assert result.replace("\x00", "") == HOSTILE.replace("\x00", "")
+        assert page.evaluate("window.ran") is None
+        page.click("text=👍 Good")
+        wait_for_status(page, "1 vote")
+        assert [row["completion"] for row in site.served.rows()] == [[*CALLS, LAST]]
+        page.fill("#input", "and now?")
+        page.keyboard.press("Enter")
+        wait_for_answer(page, 2)
+        assert last_prompt(site)[1:4] == [*CALLS, LAST]
+        page.click("#mode-compare")
+        page.fill("#input", "again")
+        page.keyboard.press("Enter")
+        wait_for_answer(page, 3)
+        page.click("text=2 is better")
+        wait_for_status(page, "2 votes")
+
+
 def test_a_restart_of_the_server_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
     with site_in(tmp_path) as site, opened(browser, site, failing=True) as page:
         page.fill("#input", "hello")
@@ -264,7 +331,7 @@ def test_a_link_that_is_no_longer_valid_is_explained(browser: Browser, tmp_path:
 
 def test_answers_that_are_empty_or_cut_off_say_so(browser: Browser, tmp_path: Path) -> None:
     class EmptyModel(ChatModel):
-        async def stream(self, *arguments: Any, **options: Any) -> Any:
+        async def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Any, None]:
             async for part in super().stream(*arguments, **options):
                 if isinstance(part, Answer):
                     yield replace(part, completion=replace(part.completion, text=""))

@@ -47,6 +47,17 @@ def test_a_character_is_held_back_until_all_its_bytes_are_there() -> None:
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("start", ["<tool_call>", "<|im_start|>"])  # as text, a special token
+def test_a_call_is_held_back(start: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer.encode(f"a < b {start} hello", add_special_tokens=False)
+    stream = TextStream(tokenizer, holds=(start,))
+    assert "".join(map(stream.push, tokens)) == "a < b "
+    plain = TextStream(tokenizer, holds=(start,))
+    tokens = tokenizer.encode("a <tool or <|im, b", add_special_tokens=False)
+    assert "".join(map(plain.push, tokens)) == "a <tool or <|im, b"
+
+
 def test_bytes_that_are_no_character_are_shown_once_others_follow() -> None:
     tokenizer = tiny_tokenizer()
     (face,) = tokenizer("😀", add_special_tokens=False)["input_ids"][:1]

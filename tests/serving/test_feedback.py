@@ -424,7 +424,8 @@ def test_scores_have_a_file_of_their_own(opened: Open) -> None:
 def test_tools_of_the_prompt_are_kept(opened: Open) -> None:
     store = opened()
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    answer = replace(sample(), tools=(tool,))
+    answer = sample()
+    answer = replace(answer, tools=(tool,), key=prompt_id(answer.prompt, (tool,)))
     store.add(answer)
     store.rate(answer, "anna", label=True)
     assert rows_of(store)[0]["tools"] == [tool]

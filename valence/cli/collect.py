@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -108,6 +108,7 @@ def collect(
     queue = PromptQueue(prompts or [])
     # find errors before the model is loaded, which takes long
     with (
+        ExitStack() as stack,
         open_socket(page.host, page.port, has_tokens=bool(tokens)) as listener,
         closing(FeedbackStore(out, overwrite=overwrite, on_error=log_error)) as store,
     ):
@@ -116,9 +117,11 @@ def collect(
             print_message(console, f"loading {folder}")
             checkpoint = None if models else checkpoint_of(step)
             trainer = open_run(
-                folder, allowed, group=SingleProcess(), at=checkpoint, console=console, tools=False
+                folder, allowed, group=SingleProcess(), at=checkpoint, console=console
             )
-            models.append(ChatModel(trainer, name))
+            model = ChatModel(trainer, name)
+            stack.callback(model.close)
+            models.append(model)
         serve(
             FeedbackService(
                 models[0],

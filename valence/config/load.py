@@ -30,7 +30,7 @@ from valence.config.rules import LISTS, Case
 from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
 from valence.errors import UserError
 from valence.files import check_path, expand_path
-from valence.methods import WITHOUT_REWARD, Method, method_of
+from valence.methods import METHODS, ONLINE, WITHOUT_REWARD, Method, method_of
 from valence.network import refuse_credentials
 
 M = TypeVar("M", bound=BaseModel)
@@ -254,7 +254,8 @@ def _expand_short_forms(raw: RawRecipe) -> RawRecipe:
         values["reward"] = [{"reward": "zero"}]
     rollout = cast(Mapping[str, Any], values.get("rollout") or {})
     has_environment = isinstance(rollout, dict) and rollout.get("environment")
-    if has_environment and not values.get("reward"):
+    is_offline = values.get("method") in [name for name in METHODS if name not in ONLINE]
+    if has_environment and not is_offline and not values.get("reward"):
         values["reward"] = [{"reward": "environment"}]
     if isinstance(rewards := values.get("reward"), list):
         values["reward"] = [_with_judge(entry) for entry in cast(list[object], rewards)]

@@ -110,10 +110,13 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes tool calls."""
+    """How a family of models writes tool calls. starts: texts with which calls start. Before the
+    first of them, a turn has no call.
+    """
 
     name: str
     _read: Callable[[str, Tools], _Turn] = field(repr=False)
+    starts: tuple[str, ...] = ("",)
 
     def parse(self, text: str, tools: Tools = (), *, num_earlier_calls: int = 0) -> ParsedTurn:
         """Parse a sampled turn.
@@ -655,14 +658,14 @@ def _read_deepseek(text: str, _: Tools) -> _Turn:
     return turn
 
 
-HERMES = CallFormat("hermes", _read_hermes)
-XML = CallFormat("xml", _read_xml)
-GLM = CallFormat("glm", _read_glm)
-LLAMA = CallFormat("llama", _read_llama)
-MISTRAL = CallFormat("mistral", _read_mistral)
-GEMMA = CallFormat("gemma", _read_gemma)
+HERMES = CallFormat("hermes", _read_hermes, ("<tool_call>",))
+XML = CallFormat("xml", _read_xml, ("<tool_call>", "<seed:tool_call>"))
+GLM = CallFormat("glm", _read_glm, ("<tool_call>",))
+LLAMA = CallFormat("llama", _read_llama, ("{", "<|python_tag|>"))
+MISTRAL = CallFormat("mistral", _read_mistral, ("[TOOL_CALLS]",))
+GEMMA = CallFormat("gemma", _read_gemma, tuple(_GEMMA_TAGS))
 HARMONY = CallFormat("harmony", _read_harmony)
-DEEPSEEK = CallFormat("deepseek", _read_deepseek)
+DEEPSEEK = CallFormat("deepseek", _read_deepseek, ("<\uff5ctool\u2581calls\u2581begin\uff5c>",))
 
 CALL_FORMATS = (HERMES, XML, GLM, LLAMA, MISTRAL, GEMMA, HARMONY, DEEPSEEK)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from valence.data.encode import Encoder
-from valence.data.tool_calls import CallFormat, call_format_of
+from valence.data.tool_calls import CallFormat, ParsedTurn, call_format_of
 from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
@@ -63,6 +63,24 @@ class ToolUse:
                 "and train the model on demonstrations of calls first",
             )
         return cls(encoder, tools, max_turns, calls)
+
+
+def count_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
+def parse_turn(
+    encoder: Encoder,
+    calls: CallFormat,
+    tokens: Sequence[int],
+    schemas: Sequence[Mapping[str, Any]],
+    *,
+    num_earlier_calls: int,
+) -> ParsedTurn:
+    """The text and the calls of a sampled turn. schemas: of the tools."""
+    body = list(tokens[:-1] if tokens[-1] in encoder.end_ids else tokens)
+    written = str(encoder.tokenizer.decode(body, skip_special_tokens=False))
+    return calls.parse(written, schemas, num_earlier_calls=num_earlier_calls)
 
 
 class EpisodeRun:
@@ -153,14 +171,15 @@ class EpisodeRun:
         self.versions += versions
         self.num_turns += 1
         encoder = self.use.encoder
-        has_ended = tokens[-1] in encoder.end_ids
-        body = list(tokens[:-1] if has_ended else tokens)
         self.text = str(encoder.tokenizer.decode(list(tokens), skip_special_tokens=True))
-        written = str(encoder.tokenizer.decode(body, skip_special_tokens=False))
-        turn = self.use.calls.parse(
-            written, self.use.tools.schemas, num_earlier_calls=len(self.calls)
+        turn = parse_turn(
+            encoder,
+            self.use.calls,
+            tokens,
+            self.use.tools.schemas,
+            num_earlier_calls=count_calls(self.chat.messages) + len(self.calls),
         )
-        if not has_ended:
+        if tokens[-1] not in encoder.end_ids:
             self.messages.append({"role": "assistant", "content": self.text})
             return await self._finish("length")
         self.messages.append(turn.message)

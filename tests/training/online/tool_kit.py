@@ -1,8 +1,7 @@
-"""Tools and environments of the tests, and a model that calls them by chance."""
+"""A model that calls tools by chance, and a reward that reads its turns."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +12,9 @@ from tests.training.online.recipes import make, recipe
 from valence.data.tool_calls import CallFormat, _MalformedCallError, _Turn
 from valence.types import Completion
 
-SCALE = "tests.training.online.tool_kit:scale"
-SHOP = "tests.training.online.tool_kit:Shop"
+SCALE = "tests.training.online.tool_functions:scale"
+SHOP = "tests.training.online.tool_functions:Shop"
 TURNS = "tests.training.online.tool_kit:turns"
-
-
-def scale(number: int, factor: int = 2) -> int:
-    """Multiply a number.
-
-    Args:
-        number: The number.
-        factor: What to multiply it by.
-    """
-    if number % 7 == 0:
-        raise ValueError("no multiples of seven")
-    return number * factor
-
-
-async def wait(number: int) -> str:
-    """Wait a little.
-
-    Args:
-        number: Hundredths of a second.
-    """
-    time.sleep(number / 100)
-    return "waited"
-
-
-class Shop:
-    """Counts what was bought. Its prompts differ between rows."""
-
-    def __init__(self) -> None:
-        self.count, self.wanted = 0, 0
-
-    def reset(self, wanted: int, **_: Any) -> str | None:
-        """Called for each sample."""
-        self.count, self.wanted = 0, wanted
-        return f" Buy {wanted}." if wanted else None
-
-    def scale(self, number: int) -> str:
-        """Buy some.
-
-        Args:
-            number: How many.
-        """
-        self.count += number
-        return f"{self.count} in all"
-
-    def get_reward(self) -> float:
-        return self.count + self.wanted / 10
 
 
 def turns(completions: list[Completion]) -> list[float]:

@@ -20,11 +20,12 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from itertools import compress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, new_id
+from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, FinishedTurn, new_id
 from valence.apps.serve.feedback import ComparisonResults, FeedbackStore, Winner
 from valence.apps.serve.http_server import (
     CLIENT_LEFT,
@@ -87,14 +88,19 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_parts(cls, value: Any) -> Any:
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [item for part in level for item in _items(part)]
-            if not all(map(_is_storable, level)):
-                raise ValueError("the body has NaN, Infinity or text that is not valid Unicode")
-        if level:
-            raise ValueError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
+        _check_storable(value)
         return value
+
+
+def _check_storable(value: Any) -> None:
+    """Raise ValueError for what a file of JSON lines cannot have."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level for item in _items(part)]
+        if not all(map(_is_storable, level)):
+            raise ValueError("the body has NaN, Infinity or text that is not valid Unicode")
+    if level:
+        raise ValueError(f"the body has more than {MAX_DEPTH} levels of lists and objects")
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -139,9 +145,17 @@ Tools = Annotated[list[dict[str, Any]], Field(max_length=1000)]
 
 
 class Ask(Body):
+    """A request of the page for an answer, or for two.
+
+    after: id of the answer that the messages follow, with everything before it; empty: they are
+    the whole conversation. prompt: number of the prompt that the conversation starts with.
+    """
+
     messages: Messages
     tools: Tools = []
     compare: bool = False
+    after: str = ""
+    prompt: int | None = None
 
 
 class NextPrompt(Body):
@@ -366,28 +380,35 @@ class FeedbackService(WebService):
         return replace(self.sampling, **{"seed": secrets.randbits(62), **changes})
 
     async def encode(
-        self, messages: Sequence[Turn], tools: Tools, model: ChatModel | None = None
+        self, messages: Sequence[Message], tools: Tools, model: ChatModel, **options: Any
     ) -> ChatPrompt:
-        """The prompt of a request for a model. Raises UserError."""
-        model = model or self.model
+        """The prompt of a request for a model. options: those of ``ChatModel.encode``. Raises
+        UserError.
+        """
         if model.num_requests >= MAX_REQUESTS:
             raise UserError(
                 f"{MAX_REQUESTS} requests are already waiting",
                 code="server-busy",
                 fix="retry later",
             )
-        turns = [_normalize(turn.model_dump()) for turn in messages]
-        return await asyncio.to_thread(model.encode, turns, tools)
+        return await asyncio.to_thread(model.encode, messages, tools, **options)
 
     async def encode_sides(self, ask: Ask) -> list[tuple[ChatModel, ChatPrompt]]:
         """The models that answer a request of the page, in the order of their answers, each with
-        its prompt. Raises UserError.
+        its prompt. Raises KeyError if it follows an unknown answer, and UserError.
         """
+        messages = normalized(ask.messages)
+        if ask.after:
+            earlier = self.store.answer(ask.after)
+            messages = [*earlier.prompt, *earlier.messages, *messages]
+        info = self.queue.info(ask.prompt)
         models = [self.model] * (2 if ask.compare else 1)
         if self.rival is not None:
             models = list(self.models)
             secrets.SystemRandom().shuffle(models)
-        return [(model, await self.encode(ask.messages, ask.tools, model)) for model in models]
+        return [
+            (model, await self.encode(messages, ask.tools, model, info=info)) for model in models
+        ]
 
     async def stream(
         self,
@@ -398,8 +419,8 @@ class FeedbackService(WebService):
         id: str = "",
         stops: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
-    ) -> AsyncGenerator[str | Answer, None]:
-        """Yield the pieces of an answer's text, then the answer, which is stored. info: columns for
+    ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
+        """Yield the parts of ``ChatModel.stream``, of which the answer is stored. info: columns for
         the rows of votes on it.
         """
         async with aclosing(model.stream(prompt, sampling, id=id, stops=stops)) as parts:
@@ -434,8 +455,16 @@ class FeedbackService(WebService):
         """
         id_a, _, id_b = comparison.comparison.partition("-")
         a, b = self.store.answer(id_a), self.store.answer(id_b)
-        if id_a == id_b or a.prompt != b.prompt or a.tools != b.tools:
+        if id_a == id_b or a.key != b.key:
             raise KeyError(comparison.comparison)
+        if a.prompt != b.prompt or a.tools != b.tools:
+            raise UserError(
+                "the answers cannot be compared, because their tools or the texts of their "
+                "environments differ",
+                code="comparison-unequal",
+                where="comparison",
+                fix="rate single answers, or make `reset` of the environment deterministic",
+            )
         is_blind = a.model != b.model
         if is_blind and self.store.winner(a, b, rater) not in (None, comparison.winner):
             raise UserError(
@@ -454,8 +483,16 @@ class FeedbackService(WebService):
         self.store.close()
 
 
+def normalized(messages: Sequence[Turn]) -> list[Message]:
+    """The messages of a request as chat templates read them. Raises UserError for one that is not
+    text.
+    """
+    return [_normalize(message.model_dump()) for message in messages]
+
+
 def _normalize(message: Mapping[str, Any]) -> Message:
-    """A message with its text as one string, and without keys that are None.
+    """A message with its text as one string, and without keys that are None. The arguments of calls
+    are objects.
 
     Raises UserError for content that is not text.
     """
@@ -472,7 +509,25 @@ def _normalize(message: Mapping[str, Any]) -> Message:
         content = "".join(map(str, texts))
     role = "system" if message["role"] == "developer" else message["role"]
     fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(calls := fields.get("tool_calls"), list) and calls:
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        content = content or ""
     return {**fields, "role": role, "content": content}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A call whose arguments are an object, which OpenAI's API writes as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+        _check_storable(arguments)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class Gate:
@@ -705,7 +760,11 @@ def _add_page_requests(app: "FastAPI", service: FeedbackService) -> None:
 
     @app.post("/api/answer")
     async def answer(ask: Ask, _: str = known_rater) -> StreamingResponse:
-        return _stream(service, _page_events(service, await service.encode_sides(ask)))
+        try:
+            sides = await service.encode_sides(ask)
+        except KeyError:
+            raise HTTPException(404, "unknown answer") from None
+        return _stream(service, _page_events(service, sides))
 
     @app.post("/api/rate")
     def rate(rating: Rating, rater: str = known_rater) -> dict[str, int]:
@@ -749,7 +808,15 @@ def add_openai_interface(app: "FastAPI", service: FeedbackService) -> None:
         body: CompletionRequest, request: Request, _: str = known_rater
     ) -> StreamingResponse | dict[str, Any]:
         model, info = service.route(body)
-        prompt = await service.encode(body.messages, body.tools, model)
+        messages = normalized(body.messages)
+        prompt = await service.encode(messages, body.tools, model, client_calls=bool(body.tools))
+        if prompt.calls_tools and body.stop:
+            raise UserError(
+                "stop strings are not supported while the server calls tools",
+                code="field-unsupported",
+                where="stop",
+                fix="remove stop",
+            )
         sampling = service.request_sampling(
             temperature=body.temperature, top_p=body.top_p, seed=body.seed,
             max_new_tokens=body.max_completion_tokens or body.max_tokens,
@@ -827,8 +894,10 @@ def _stream(service: FeedbackService, events: AsyncGenerator[str, None]) -> "Str
 async def _page_events(
     service: FeedbackService, prompts: Sequence[tuple[ChatModel, ChatPrompt]]
 ) -> AsyncGenerator[str, None]:
-    """Pieces of one or two answers with their side, then the ids for rating them."""
-    pieces: asyncio.Queue[tuple[str, str | Answer | None]] = asyncio.Queue()
+    """Pieces of one or two answers with their side, then the ids for rating them. The content of
+    a turn with calls takes the place of its pieces.
+    """
+    pieces: asyncio.Queue[tuple[str, str | FinishedTurn | Answer | None]] = asyncio.Queue()
 
     async def answer(side: str, model: ChatModel, prompt: ChatPrompt) -> None:
         try:
@@ -848,7 +917,11 @@ async def _page_events(
                 await tasks[side]  # raises its error
             elif isinstance(part, Answer):
                 ids[side] = part.id
-                yield _event({"side": side, "stop": part.completion.stop})
+                prompt = sides[side][1].messages
+                added = {} if part.prompt == prompt else {"prompt": _last_of_user(part.prompt)}
+                yield _event({"side": side, "stop": part.completion.stop, **added})
+            elif isinstance(part, FinishedTurn):
+                yield _event({"side": side, "turn": _page_turn(part)})
             else:
                 yield _event({"side": side, "text": part})
         yield _event({"done": "-".join(ids.values())})
@@ -857,7 +930,63 @@ async def _page_events(
             task.cancel()
 
 
+def _last_of_user(messages: Sequence[Message]) -> str:
+    return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
+
+
+def _page_turn(turn: FinishedTurn) -> dict[str, Any]:
+    """What the page shows of a turn: its text, its calls, and the results of the calls in the same
+    order, or the answer to a call that could not be read.
+    """
+    message, *results = turn.messages
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {
+        "content": message["content"],
+        "calls": [
+            {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+            for call in calls
+        ],
+        "results": [str(result["content"]) for result in results],
+    }
+
+
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def _finish_of(answer: Answer) -> str:
+    if answer.has_client_calls:
+        return "tool_calls"
+    episode = answer.completion.episode
+    if episode is not None and episode.end == "turns":
+        return "length"
+    return FINISH[answer.completion.stop]
+
+
+def _calls_of(answer: Answer) -> list[dict[str, Any]]:
+    """The calls that the client is to make, in the format of OpenAI's API."""
+    calls = answer.messages[-1]["tool_calls"] if answer.has_client_calls else ()
+    return [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
+
+
+def _message_of(answer: Answer) -> dict[str, Any]:
+    """The last turn of an answer in the format of OpenAI's API."""
+    content, calls = str(answer.messages[-1].get("content") or ""), _calls_of(answer)
+    return {
+        "role": "assistant",
+        "content": content or (None if calls else ""),
+        "refusal": None,
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -867,11 +996,14 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
 
 
 def _logprobs(answer: Answer, model: ChatModel) -> dict[str, Any]:
-    """The log-probability of each token, in the distribution that it was sampled from."""
-    texts = model.token_texts(answer.completion.tokens)
+    """The log-probability of each sampled token, in the distribution that it was sampled from."""
+    completion = answer.completion
+    is_sampled = completion.mask or [True] * len(completion.tokens)
+    texts = model.token_texts(list(compress(completion.tokens, is_sampled)))
+    logps = compress(completion.logps, is_sampled)
     content = [
         {"token": text, "logprob": logp, "bytes": None, "top_logprobs": []}
-        for text, logp in zip(texts, answer.completion.logps, strict=True)
+        for text, logp in zip(texts, logps, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -892,18 +1024,22 @@ def _completion(
             {
                 "index": index,
                 "id": f"chatcmpl-{answer.id}",
-                "message": {
-                    "role": "assistant",
-                    "content": answer.completion.text,
-                    "refusal": None,
-                },
+                "message": _message_of(answer),
                 "logprobs": None if logprobs_of is None else _logprobs(answer, logprobs_of),
-                "finish_reason": FINISH[answer.completion.stop],
+                "finish_reason": _finish_of(answer),
             }
             for index, answer in enumerate(answers)
         ],
         "usage": _usage(answers),
     }
+
+
+def _rest_of(content: str, sent: str) -> str:
+    """What a client lacks of the text of a turn with calls, which has no white space around it."""
+    sent = sent.lstrip()
+    if not content.startswith(sent):
+        sent = sent.rstrip()
+    return content[len(sent) :] if content.startswith(sent) else ""
 
 
 async def _chunks(
@@ -915,7 +1051,8 @@ async def _chunks(
     options: Mapping[str, Any],
 ) -> AsyncGenerator[str, None]:
     """The streamed response of OpenAI's API, one choice after the other. The last chunk of a
-    choice has its log-probabilities.
+    choice has its log-probabilities. If the service calls tools, the text of the last turn comes
+    at once.
     """
     created, ids = int(time.time()), [new_id() for _ in samplings]
     has_usage, name = body.stream_options.include_usage, service.public_name(model)
@@ -942,14 +1079,22 @@ async def _chunks(
 
     for index, sampling in enumerate(samplings):
         yield choice(index, {"role": "assistant", "content": ""})
+        sent = ""
         stream = service.stream(model, prompt, sampling, id=ids[index], **options)
         async with aclosing(stream) as parts:
             async for part in parts:
                 if isinstance(part, Answer):
                     answers.append(part)
                     logprobs = _logprobs(part, model) if body.logprobs else None
-                    yield choice(index, {}, FINISH[part.completion.stop], logprobs)
-                else:
+                    message = _message_of(part)
+                    if part.turns and (rest := _rest_of(message["content"] or "", sent)):
+                        yield choice(index, {"content": rest})
+                    if calls := message.get("tool_calls"):
+                        numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+                        yield choice(index, {"tool_calls": numbered})
+                    yield choice(index, {}, _finish_of(part), logprobs)
+                elif isinstance(part, str) and not prompt.calls_tools:
+                    sent += part
                     yield choice(index, {"content": part})
     if has_usage:
         yield chunk([], usage=_usage(answers))

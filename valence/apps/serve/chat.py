@@ -6,20 +6,25 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from valence.apps.serve.prompts import prompt_id
+from valence.data.tool_calls import CallFormat, call_format_of
 from valence.errors import UserError
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
+from valence.training.episodes import BackgroundLoop, EpisodeRun, count_calls, parse_turn
 from valence.training.sampling import PolicySampler, sampling_failed
 from valence.training.trainer import Trainer
 from valence.types import Chat, Completion, Demonstration, Message, Origin, TokenizedExample
+
+T = TypeVar("T")
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The decoded text of the first bytes of a character."""
@@ -30,34 +35,57 @@ MAX_BATCH = 8
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Chat messages and tools, and their tokens for a model."""
+    """Chat messages and tools, and their tokens for a model.
+
+    key: identifies the request. calls_tools: the service makes the calls of the answer. info: the
+    other columns of the prompt's row, which an environment may read.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     ids: tuple[int, ...]
+    key: str
+    calls_tools: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class FinishedTurn:
+    """A turn of an answer without the text of its calls, and the results of these calls."""
+
+    messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Answer:
     """A completion that the service has sampled, with all data that feedback on it needs.
 
-    vocabulary: digest of the tokenizer. info: columns for the rows of votes on it, such as the side
-    of an A/B test.
+    key: identifies the request, to which an environment may have added. vocabulary: digest of the
+    tokenizer. turns: of a completion that is more than text. info: columns for the rows of votes
+    on it, such as the side of an A/B test.
     """
 
     id: str
     model: str
+    key: str
     vocabulary: str
     prompt: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     prompt_ids: tuple[int, ...]
     completion: Completion
     sampling: Sampling
+    turns: tuple[Message, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def message(self) -> Message:
-        return {"role": "assistant", "content": self.completion.text}
+    def messages(self) -> tuple[Message, ...]:
+        """The completion as chat turns, of which the last one is the assistant's."""
+        return self.turns or ({"role": "assistant", "content": self.completion.text},)
+
+    @property
+    def has_client_calls(self) -> bool:
+        """Whether it ends with calls that the client is to make."""
+        return len(self.turns) == 1 and "tool_calls" in self.turns[0] and not self.completion.mask
 
 
 def new_id() -> str:
@@ -70,11 +98,14 @@ class TextStream:
 
     A character is returned when all its bytes are known, and text that may be the start of a stop
     string once it is clear that it is not. is_stopped: a stop string was reached; ``text`` ends
-    before it.
+    before it. holds: strings, also special tokens, from which on no text is returned.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), holds: Sequence[str] = ()
+    ) -> None:
         self._tokenizer, self._tokens, self._stops = tokenizer, list[int](), tuple(stops)
+        self._holds = tuple(holds)
         self.text = ""
         self.is_stopped = False
 
@@ -89,14 +120,21 @@ class TextStream:
         else:
             text = text[: len(text) - self._num_held_back(text)]
         is_incomplete = text.endswith(INCOMPLETE) and not ends
-        if is_incomplete or not text.startswith(self.text):
+        if is_incomplete or self._is_held() or not text.startswith(self.text):
             return ""
         piece, self.text = text[len(self.text) :], text
         return piece
 
+    def _is_held(self) -> bool:
+        if not self._holds:
+            return False
+        written = str(self._tokenizer.decode(self._tokens, skip_special_tokens=False))
+        return any(start in written for start in self._holds)
+
     def _num_held_back(self, text: str) -> int:
         """Characters at the end of the text that a stop string may start with."""
-        starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        ends = (*self._stops, *self._holds)
+        starts = (end[:size] for end in ends for size in range(1, len(end)))
         return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
@@ -136,7 +174,8 @@ class ChatModel:
         max_batch: int = MAX_BATCH,
     ) -> None:
         """max_context: maximum tokens of a prompt and its completion. max_batch: completions that
-        are sampled at once. Raises UserError for a reward model or a model without a chat template.
+        are sampled at once. Raises UserError for a reward model, a model without a chat template,
+        or tools that cannot be imported.
         """
         if trainer.prepared.method.is_reward_model:
             raise UserError(
@@ -157,6 +196,9 @@ class ChatModel:
         self.max_context = max_context or position_limit_of(trainer)
         self.max_batch = max_batch
         self.num_requests = 0
+        self.tool_use = trainer.prepared.tool_use
+        self._background = None if self.tool_use is None else BackgroundLoop()
+        self._episodes = set[EpisodeRun]()
         self._sampler = PolicySampler(trainer.policy, self.encoder, version=lambda: trainer.step)
         self._encoding = threading.Lock()
         self._closed = threading.Event()
@@ -166,15 +208,29 @@ class ChatModel:
         self._active = list[_Request]()
         self._completed = list[_Request]()
         self._is_sampling = False
+        if self.tool_use is not None and self._background is not None:
+            with ExitStack() as failing:
+                failing.callback(self.close)
+                self._background.submit(self.tool_use.tools.prepare()).result()
+                failing.pop_all()
 
     def encode(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        client_calls: bool = False,
+        info: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         """Return a prompt with its tokens. Safe to call from any thread.
+
+        client_calls: the client makes the calls of the answer, instead of the service. info: the
+        other columns of the prompt's row.
 
         Raises UserError when the chat template cannot render it or does not print tools, or when
         there is no room for a completion.
         """
+        chat = Chat(tuple(messages), tuple(tools))
         with self._encoding:
             if tools and not self.encoder.template.reads_tools(tools):
                 raise UserError(
@@ -183,27 +239,42 @@ class ChatModel:
                     where="tools",
                     fix="remove the tools, or serve a model whose template prints them",
                 )
-            ids = self.encoder.encode_prompt(Chat(tuple(messages), tuple(tools)))
-        if self.max_context is not None and len(ids) >= self.max_context:
+            prompt = self.encoder.chat_of(chat)  # with the tools of the run
+            ids = self.encoder.encode_prompt(prompt)
+        self._room(ids)
+        return ChatPrompt(
+            prompt.messages,
+            prompt.tools,
+            ids,
+            key=prompt_id(chat.messages, chat.tools),
+            calls_tools=self.tool_use is not None and not client_calls,
+            info=info or {},
+        )
+
+    def _room(self, prompt: Sequence[int]) -> float:
+        """How many tokens may follow a prompt. Raises UserError if there is no room."""
+        if self.max_context is None:
+            return float("inf")
+        if len(prompt) >= self.max_context:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, which leaves no room for an answer: the "
-                f"model's maximum is {self.max_context} tokens",
+                f"the conversation has {len(prompt)} tokens, which leaves no room for an answer: "
+                f"the model's maximum is {self.max_context} tokens",
                 code="prompt-too-long",
                 where="messages",
                 fix="start a new conversation",
             )
-        return ChatPrompt(tuple(messages), tuple(tools), ids)
+        return self.max_context - len(prompt)
 
     def encode_correction(self, answer: Answer, correction: str) -> tuple[int, ...]:
         """Return the tokens of a correction behind the prompt of an answer; none when the answer
-        was sampled with another tokenizer.
+        was sampled with another tokenizer, or has several turns, of which it corrects the last.
 
         Raises UserError when the correction cannot be trained on.
         """
         if answer.vocabulary != self.encoder.vocab.digest:
             return ()
         demonstration = Demonstration(
-            prompt=Chat(answer.prompt, answer.tools),
+            prompt=Chat((*answer.prompt, *answer.messages[:-1]), answer.tools),
             completion=Chat(({"role": "assistant", "content": correction},)),
             origin=Origin("correction", 0),
         )
@@ -218,7 +289,7 @@ class ChatModel:
                 if encoded.kind == "too_long"
                 else encoded.fix,
             )
-        return tuple(encoded.answers[0].ids)
+        return tuple(encoded.answers[0].ids) if len(answer.messages) == 1 else ()
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token alone; a part of a character is a replacement character."""
@@ -226,16 +297,166 @@ class ChatModel:
 
     async def stream(
         self, prompt: ChatPrompt, sampling: Sampling, *, id: str = "", stops: Sequence[str] = ()
-    ) -> AsyncGenerator[str | Answer, None]:
-        """Yield the pieces of the answer's text, then the answer. id: of the answer. stops: strings
-        before which the text ends.
+    ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
+        """Yield the pieces of the answer's text, each turn with calls after its pieces, then the
+        answer. id: of the answer. stops: strings before which the text ends.
 
-        Sampling ends at the next token when the caller closes the generator, or is cancelled.
-        Raises UserError when the prompt cannot be answered.
+        If the service makes the calls, every turn is yielded. Sampling ends at the next token when
+        the caller closes the generator, or is cancelled. Raises UserError when the prompt cannot
+        be answered.
         """
-        if self.max_context is not None:
-            room = self.max_context - len(prompt.ids)
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        room = int(min(sampling.max_new_tokens, self._room(prompt.ids)))
+        sampling = replace(sampling, max_new_tokens=room)
+        answer = self._call_tools if prompt.calls_tools else self._answer_once
+        self.num_requests += 1
+        try:
+            async with aclosing(answer(prompt, sampling, stops)) as parts:
+                async for part in parts:
+                    yield replace(part, id=id or new_id()) if isinstance(part, Answer) else part
+        finally:
+            # nothing is awaited here: a request that is cancelled may be cancelled again
+            self.num_requests -= 1
+
+    async def _answer_once(
+        self, prompt: ChatPrompt, sampling: Sampling, stops: Sequence[str]
+    ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
+        """Answer with one turn, whose calls the client makes. Their text is not yielded."""
+        calls = None
+        if prompt.tools:
+            calls = call_format_of(self.encoder.template.source(prompt.tools))
+        holds = () if calls is None else calls.starts
+        sent = ""
+        async with aclosing(self._sample_turn(prompt.ids, sampling, stops, holds)) as parts:
+            async for part in parts:
+                if isinstance(part, str):
+                    sent += part
+                    yield part
+                    continue
+                turns = () if calls is None else self._turn_with_calls(prompt, part, calls)
+                if turns:
+                    yield FinishedTurn(turns)
+                elif part.text.startswith(sent) and part.text != sent:
+                    yield part.text[len(sent) :]  # it was no call, or an incomplete character
+                yield self._answer(prompt, part, sampling, turns)
+
+    def _turn_with_calls(
+        self, prompt: ChatPrompt, completion: Completion, calls: CallFormat
+    ) -> tuple[Message, ...]:
+        """A completion as a turn with calls; none if it has no calls that can be read."""
+        if completion.stop != "eos":
+            return ()
+        turn = parse_turn(
+            self.encoder,
+            calls,
+            completion.tokens,
+            prompt.tools,
+            num_earlier_calls=count_calls(prompt.messages),
+        )
+        return (turn.message,) if turn.calls else ()
+
+    async def _call_tools(
+        self, prompt: ChatPrompt, sampling: Sampling, _: Sequence[str]
+    ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
+        """Answer with as many turns as the model calls tools."""
+        assert self.tool_use is not None
+        chat = Chat(prompt.messages, prompt.tools)
+        run = EpisodeRun(
+            self.tool_use,
+            chat,
+            prompt.ids,
+            prompt.info,
+            position=0,
+            index=0,
+            limit=sampling.max_new_tokens,
+            seed=sampling.seed,
+        )
+        self._episodes.add(run)
+        try:
+            goes_on = await self._in_background(run.start())
+            if not goes_on:
+                raise UserError(
+                    run.error,
+                    code="environment-failed",
+                    where="rollout.environment",
+                    fix="fix it, or take the prompts from a file with the columns that it needs",
+                )
+            run.limit = int(min(run.limit, self._room(run.prompt_ids)))
+            version = 0
+            while goes_on:
+                turn_sampling = replace(
+                    sampling,
+                    max_new_tokens=run.num_left,
+                    seed=(sampling.seed + (run.num_turns << 32)) % 2**63,
+                )
+                num_messages = len(run.messages)
+                context, sent = tuple(run.context), ""
+                async with aclosing(self._sample_turn(context, turn_sampling, ())) as parts:
+                    async for part in parts:
+                        if isinstance(part, str):
+                            sent += part
+                            yield part
+                            continue
+                        version = part.version
+                        if part.text.startswith(sent) and part.text != sent:
+                            yield part.text[len(sent) :]  # an incomplete character
+                        work = run.take_turn(part.tokens, part.logps)
+                        goes_on = await self._in_background(work)
+                yield FinishedTurn(tuple(run.messages[num_messages:]))
+            completion = run.completion(version)
+            assert completion.episode is not None
+            prompt = replace(prompt, messages=run.chat.messages, ids=run.prompt_ids)
+            yield self._answer(prompt, completion, sampling, completion.episode.messages)
+        finally:
+            with self._lock:
+                self._episodes.discard(run)
+                if not self._closed.is_set() and self._background is not None:
+                    self._background.submit(run.close())
+
+    async def _in_background(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work of tools, which runs in another thread. Raises UserError if the service
+        ends.
+        """
+        with self._lock:
+            if self._closed.is_set() or self._background is None:
+                work.close()
+                raise _stopped()
+            future = self._background.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed.is_set() and task is not None and not task.cancelling():
+                raise _stopped() from None
+            raise
+
+    def _answer(
+        self,
+        prompt: ChatPrompt,
+        completion: Completion,
+        sampling: Sampling,
+        turns: tuple[Message, ...],
+    ) -> Answer:
+        return Answer(
+            id="",
+            model=self.name,
+            key=prompt.key,
+            vocabulary=self.encoder.vocab.digest,
+            prompt=prompt.messages,
+            tools=prompt.tools,
+            prompt_ids=prompt.ids,
+            completion=completion,
+            sampling=sampling,
+            turns=turns,
+        )
+
+    async def _sample_turn(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        stops: Sequence[str],
+        holds: Sequence[str] = (),
+    ) -> AsyncGenerator[str | Completion, None]:
+        """Yield the pieces of a turn's text, then the turn. holds: see ``TextStream``."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
 
@@ -243,34 +464,19 @@ class ChatModel:
             if not request.is_cancelled.is_set():  # otherwise the loop may be closed
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        text = TextStream(self.encoder.tokenizer, stops)
-        request = _Request(prompt.ids, sampling, text, put)
+        text = TextStream(self.encoder.tokenizer, stops, holds)
+        request = _Request(prompt, sampling, text, put)
         self._submit(request)
-        self.num_requests += 1
-        sent = ""
         try:
             while (piece := await pieces.get()) is not None:
-                sent += piece
                 yield piece
             completion = request.result
             if not isinstance(completion, Completion):
                 raise completion or AssertionError("a request ends with a result")
-            if completion.text.startswith(sent) and completion.text != sent:
-                yield completion.text[len(sent) :]  # an incomplete character
-            yield Answer(
-                id=id or new_id(),
-                model=self.name,
-                vocabulary=self.encoder.vocab.digest,
-                prompt=prompt.messages,
-                tools=prompt.tools,
-                prompt_ids=prompt.ids,
-                completion=completion,
-                sampling=sampling,
-            )
+            yield completion
         finally:
             # nothing is awaited here: a request that is cancelled may be cancelled again
             request.is_cancelled.set()
-            self.num_requests -= 1
 
     def _submit(self, request: _Request) -> None:
         with self._lock:
@@ -387,10 +593,14 @@ class ChatModel:
         raise AssertionError("a stream ends with its answer")
 
     def close(self) -> None:
-        """Stop sampling at the next token."""
+        """Stop sampling at the next token, and end the tools. Calling it again has no effect."""
         with self._lock:
+            is_closed = self._closed.is_set()
             self._closed.set()
         self._thread.shutdown(wait=False)
+        if not is_closed and self.tool_use is not None and self._background is not None:
+            self._background.close(list(self._episodes))
+            self.tool_use.tools.close()
 
 
 def _stopped() -> UserError:

@@ -258,13 +258,15 @@ class FeedbackStore:
     ) -> None:
         """Record which of two answers is better; a was shown first. None withdraws the vote."""
         # a row has the tokens of a single prompt
+        *other_turns, other = b.messages
         has_tokens = a.vocabulary == b.vocabulary and a.prompt_ids == b.prompt_ids
         has_tokens &= _has_tokens_of_text(a) and _has_tokens_of_text(b)
         self._record(
             a,
             rater,
             f"{a.id}/{b.id}",
-            other=b.message,
+            other=other,
+            other_turns=tuple(other_turns),
             other_message=b.id,
             other_model=b.model,
             winner=None if winner is None else WINNERS[winner],
@@ -298,6 +300,7 @@ class FeedbackStore:
 
     def _record(self, answer: Answer, rater: str, target: str, **verdict: Any) -> None:
         name = hash_name(rater)
+        *turns, completion = answer.messages
         with self._lock:
             # later than all others, also after the clock was set back
             now = max(time.time(), self._newest + 1e-6)
@@ -308,9 +311,10 @@ class FeedbackStore:
                 rater=name,
                 prompt=answer.prompt,
                 tools=answer.tools,
-                completion=answer.message,
+                completion=completion,
+                turns=tuple(turns),
                 message=answer.id,
-                parent=prompt_id(answer.prompt, answer.tools),
+                parent=answer.key,
                 model=answer.model,
                 origin=self._answers.origin(answer.id),
                 **verdict,
@@ -345,6 +349,7 @@ def _has_tokens_of_text(answer: Answer) -> bool:
 
 def _tokens(answer: Answer) -> dict[str, Any]:
     """The tokens of an answer, in the columns of sampled completions."""
+    mask = answer.completion.mask
     return {
         "prompt_ids": list(answer.prompt_ids),
         "completion_ids": list(answer.completion.tokens),
@@ -352,6 +357,7 @@ def _tokens(answer: Answer) -> dict[str, Any]:
         "temperature": answer.sampling.temperature,
         "top_p": answer.sampling.top_p,
         "vocabulary": answer.vocabulary,
+        **({} if all(mask) else {"mask": list(map(int, mask))}),
     }
 
 
@@ -360,9 +366,11 @@ def _answer_line(answer: Answer) -> dict[str, Any]:
     return {
         "id": answer.id,
         "model": answer.model,
+        "key": answer.key,
         "prompt": [dict(message) for message in answer.prompt],
         "tools": [dict(tool) for tool in answer.tools],
         "completion": completion.text,
+        **({"turns": [dict(turn) for turn in answer.turns]} if answer.turns else {}),
         "stop": completion.stop,
         "version": completion.version,
         **_tokens(answer),
@@ -377,6 +385,7 @@ def _read_answer(line: Mapping[str, Any]) -> Answer:
     return Answer(
         id=line["id"],
         model=line["model"],
+        key=line.get("key") or prompt_id(prompt, line["tools"]),
         vocabulary=line["vocabulary"],
         prompt=prompt,
         tools=tuple(line["tools"]),
@@ -388,7 +397,9 @@ def _read_answer(line: Mapping[str, Any]) -> Answer:
             text=line["completion"],
             stop=line["stop"],
             version=line["version"],
+            mask=tuple(map(bool, line.get("mask", ()))),
         ),
         sampling=Sampling(temperature=line["temperature"], top_p=line["top_p"]),
+        turns=tuple(line.get("turns", ())),
         info=line.get("info", {}),
     )

@@ -16,7 +16,7 @@ from valence.apps.serve.app import (
     base_application,
     known_rater_parameter,
 )
-from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt
+from valence.apps.serve.chat import Answer, ChatModel, ChatPrompt, FinishedTurn
 from valence.apps.serve.experiment import SIDES, Assignment, Experiment, ServedRun
 from valence.apps.serve.feedback import hash_name
 from valence.apps.serve.http_server import Application, Receive, Send
@@ -184,7 +184,7 @@ class ModelService(FeedbackService):
         id: str = "",
         stops: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
-    ) -> AsyncGenerator[str | Answer, None]:
+    ) -> AsyncGenerator[str | FinishedTurn | Answer, None]:
         parts = super().stream(model, prompt, sampling, id=id, stops=stops, info=info)
         async with aclosing(parts):
             async for part in parts:

@@ -32,8 +32,13 @@ class PromptQueue:
             prompt if isinstance(prompt, Chat) else Chat(({"role": "user", "content": prompt},))
             for prompt in prompts
         ]
+        self._infos = [example.info for example in examples if isinstance(example, Prompt)]
         self._ids = [prompt_id(chat.messages, chat.tools) for chat in self.prompts]
         self._skipped: dict[str, set[int]] = defaultdict(set)
+
+    def info(self, number: int | None) -> Mapping[str, Any]:
+        """The other columns of a prompt's row, by the number of the prompt."""
+        return self._infos[number - 1] if number and 1 <= number <= len(self._infos) else {}
 
     def next(
         self,

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from valence.data.importers.fields import decode_json, first_value, is_blank, is_json, timestamp
+from valence.data.importers.fields import (
+    decode_json,
+    first_value,
+    is_blank,
+    is_json,
+    object_at,
+    timestamp,
+)
 from valence.data.importers.records import SkipReason, UnusableVote
 from valence.data.values import ROLES, TEXT_PARTS, shown
 from valence.types import Message
@@ -496,11 +503,11 @@ def _without_reasoning(turn: Message) -> Message:
 
 def _calls(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The tool calls next to a message's content, as OpenAI writes them."""
-    more = fields.get("additional_kwargs")
-    calls = fields.get("tool_calls") or (
-        more.get("tool_calls") if isinstance(more, Mapping) else None
-    )
-    calls = decode_json(calls) or []
+    places = (fields, object_at(fields, "additional_kwargs"))
+    calls = next((decode_json(p["tool_calls"]) for p in places if p.get("tool_calls")), [])
+    if not calls:  # of earlier versions of the API
+        functions = (decode_json(place.get("function_call")) for place in places)
+        calls = [{"function": function} for function in functions if function][:1]
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UnusableVote("shape_unknown", f"tool_calls are {shown(calls)}")
     tool_calls: list[Mapping[str, Any]] = []

@@ -27,19 +27,22 @@ class Vote:
     updated_at: seconds since 1970 (UTC); 0 when unknown. rater: id in the tool, hashed when it is
     written; "" when unknown. is_machine: given by a model or a program.
 
-    prompt: the chat turns before the rated completion. completion: the assistant's turn. message:
-    id of the completion in the tool. parent: id of the turn that it answers, which regenerated
-    completions share.
+    prompt: the chat turns before the rated completion. completion: the assistant's turn. turns: the
+    turns of the completion before that one, with calls of tools and their results, if the vote is
+    about them as well. message: id of the completion in the tool. parent: id of the turn that it
+    answers, which regenerated completions share.
 
     label: thumbs up or down. score, scale: a number, and the ends of its scale. other, winner: the
-    completion that it was compared with, and the result. correction: a better completion, written
-    by the rater. comment, tags: further words of the rater, and names of reasons. topics: tags that
-    are about the conversation and not about the completion. follow_up: the user's next message,
+    completion that it was compared with, and the result; other_turns: its turns. correction: a
+    better completion, written by the rater, in place of its last turn. comment, tags: further words
+    of the rater, and names of reasons. topics: tags that are about the conversation and not about
+    the completion. follow_up: the user's next message,
     "" when there is none. model: that answered. session: id of the conversation. info: other
     columns to keep.
 
     tokens: how the completion was sampled, if this is known: prompt_ids, completion_ids, logps
-    (nats), temperature, top_p, vocabulary (digest of the tokenizer), and correction_ids.
+    (nats), temperature, top_p, vocabulary (digest of the tokenizer), mask (which of them were
+    sampled, if not all were), and correction_ids.
     other_tokens: the same for the other completion.
     """
 
@@ -51,12 +54,14 @@ class Vote:
     prompt: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     completion: Message
+    turns: tuple[Message, ...] = ()
     message: str = ""
     parent: str = ""
     label: bool | None = None
     score: float | None = None
     scale: tuple[float, float] | None = None
     other: Message | None = None
+    other_turns: tuple[Message, ...] = ()
     other_message: str = ""
     other_model: str = ""
     winner: Winner | None = None
@@ -97,10 +102,11 @@ class Vote:
     @property
     def target(self) -> str:
         """Identifies the completion, or the two completions, that the vote is about."""
-        prompt = [dict(turn) for turn in self.prompt]
+        prompt = [dict(turn) for turn in (*self.prompt, *self.turns)]
         completion = self.message or content_id(prompt, dict(self.completion))
         if self.other is None:
             return content_id(self.source, self.session, completion)
+        prompt = [dict(turn) for turn in (*self.prompt, *self.other_turns)]
         other = self.other_message or content_id(prompt, dict(self.other))
         return content_id(self.source, self.session, sorted([completion, other]))
 

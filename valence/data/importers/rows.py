@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain, combinations, zip_longest
 from statistics import fmean
@@ -259,9 +259,9 @@ def _add_sibling_pairs(siblings: list[tuple[bool, list[Vote]]], result: Imported
         if key in tried:
             continue
         tried.add(key)
-        is_same = up[0].completion == down[0].completion
+        sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
+        is_same = sides["chosen"][0] == sides["rejected"][0]
         if up[0].prompt == down[0].prompt and not is_same:
-            sides = {"chosen": _rated(up[0]), "rejected": _rated(down[0])}
             result.add("pairs", _row(up[0], sides), [*up, *down])
             num_pairs += 1
 
@@ -311,10 +311,11 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
     """Add the pair of two completions, or two thumbs down where most raters call both bad."""
     first = votes[0]
     assert first.other is not None
-    if first.completion == first.other:
+    this: Side = _rated(first)
+    other: Side = (*first.other_turns, first.other), first.other_tokens
+    if this[0] == other[0]:
         result.unused += [Skipped("identical", vote.origin) for vote in votes]
         return
-    this, other = _rated(first), (first.other, first.other_tokens)
     winners: Counter[str] = Counter()
     for vote in votes:
         # the texts of a message may have been edited between two votes
@@ -346,37 +347,43 @@ def _add_comparison(votes: list[Vote], result: ImportedRows) -> None:
 
 def _add_correction(vote: Vote, correction: str, result: ImportedRows) -> None:
     better: Message = {"role": "assistant", "content": correction}
-    result.add("demonstrations", _row(vote, {"completion": (better, {})}), [vote])
+    if vote.turns:  # it corrects what the assistant wrote after them
+        vote = replace(vote, prompt=(*vote.prompt, *vote.turns), turns=(), tokens={})
+    result.add("demonstrations", _row(vote, {"completion": ((better,), {})}), [vote])
     if _differs(vote):
         ids = vote.tokens.get("correction_ids")
         tokens = {**vote.tokens, "completion_ids": ids} if ids else {}
-        sides = {"chosen": (better, tokens), "rejected": _rated(vote)}
+        sides: dict[str, Side] = {"chosen": ((better,), tokens), "rejected": _rated(vote)}
         result.add("pairs", _row(vote, sides), [vote])
 
 
-Side = tuple[Message, Mapping[str, Any]]
-"""A completion, and its tokens if they are known."""
+Side = tuple[tuple[Message, ...], Mapping[str, Any]]
+"""The turns of a completion, and its tokens if they are known."""
 
 
 def _rated(vote: Vote) -> Side:
-    return vote.completion, vote.tokens
+    return (*vote.turns, vote.completion), vote.tokens
 
 
 def _row(vote: Vote, completions: Mapping[str, Side]) -> Row:
     """The prompt and completions of a row, with the tokens of all of them if these are known and
-    belong to one prompt and one vocabulary, and the digest of the vocabulary.
+    belong to one prompt and one vocabulary, and the digest of the vocabulary. Pairs of completions
+    with results of tools have no tokens.
 
     A completion that is text alone is written as text.
     """
     row: Row = {"prompt": [dict(message) for message in vote.prompt]}
-    for name, (message, _) in completions.items():
-        is_text = set(message) <= {"role", "content"} and isinstance(message.get("content"), str)
-        row[name] = message["content"] if is_text else [dict(message)]
+    for name, ((*earlier, last), _) in completions.items():
+        is_text = set(last) <= {"role", "content"} and isinstance(last.get("content"), str)
+        is_text &= not earlier
+        row[name] = last["content"] if is_text else [dict(turn) for turn in (*earlier, last)]
     if vote.tools:
         row["tools"] = [dict(tool) for tool in vote.tools]
     all_tokens = [tokens for _, tokens in completions.values()]
     if not all(all_tokens):
         return row
+    if len(all_tokens) > 1 and any("mask" in tokens for tokens in all_tokens):
+        return row  # rows of pairs have no mask
     prompts = {(tokens["vocabulary"], tuple(tokens["prompt_ids"])) for tokens in all_tokens}
     if len(prompts) > 1:
         return row
@@ -386,7 +393,8 @@ def _row(vote: Vote, completions: Mapping[str, Side]) -> Row:
         row[f"{name}_ids"] = list(tokens["completion_ids"])
     if "completion" in completions:
         tokens = completions["completion"][1]
-        sampled = {name: tokens[name] for name in ("temperature", "top_p", "vocabulary")}
+        names = ("temperature", "top_p", "vocabulary", "mask")
+        sampled = {name: tokens[name] for name in names if name in tokens}
         row |= {"logps": list(tokens["logps"]), "sampled": sampled}
     else:
         row["sampled"] = {"vocabulary": vocabulary}

@@ -3,8 +3,10 @@
 
 const conversation = $("conversation");
 
-let messages = []; // the conversation so far, as the model sees it
+let messages = []; // those after the last answer
+let after = ""; // id of the last answer, after which the conversation continues
 let tools = []; // that the prompt offers to the model
+let startPrompt = null; // number of the prompt that the conversation starts with
 let mode = "chat";
 let busy = false;
 let current = null; // the last answer or comparison: what the keyboard acts on
@@ -51,7 +53,24 @@ function showStatus() {
 }
 
 function addMessage(message) {
-  conversation.append(element("p", { className: `message ${message.role}`, textContent: message.content }));
+  if (message.role === "tool") {
+    conversation.append(toolBlock("Result", message.content));
+    return;
+  }
+  if (message.content || !message.tool_calls) {
+    conversation.append(element("p", { className: `message ${message.role}`, textContent: message.content }));
+  }
+  for (const call of message.tool_calls || []) {
+    const { name, arguments: values } = call.function || {};
+    conversation.append(toolBlock(name, typeof values === "string" ? values : JSON.stringify(values)));
+  }
+}
+
+// A call of a tool, or its result, of which one line is shown until it is opened.
+function toolBlock(title, ...texts) {
+  const summary = element("summary", { textContent: `${title}: ${texts.join(" → ")}` });
+  return element("details", { className: "tool" }, summary,
+    ...texts.map((textContent) => element("pre", { textContent })));
 }
 
 function scrollDown() {
@@ -71,13 +90,34 @@ function answerCard(title) {
   const card = element("section", { className: "answer writing" });
   if (title) card.append(element("h2", { textContent: title }));
   card.append(text);
-  return { card, text };
+  return { card, text, isTurnFinished: false };
+}
+
+// The text of the next turn comes after the calls of the one before.
+function addText(side, text) {
+  if (side.isTurnFinished) {
+    side.text = element("p", { className: "message" });
+    side.card.append(side.text);
+    side.isTurnFinished = false;
+  }
+  side.text.textContent += text;
+}
+
+function finishTurn(side, { content, calls, results }) {
+  if (side.isTurnFinished) addText(side, "");
+  side.text.textContent = content;
+  calls.forEach((call, index) => {
+    const result = index < results.length ? [results[index]] : [];
+    side.card.append(toolBlock(call.name, call.arguments, ...result));
+  });
+  if (!calls.length) side.card.append(...results.map((result) => toolBlock("Not a valid call", result)));
+  side.isTurnFinished = true;
 }
 
 function showEnd({ card, text }, stop) {
   card.classList.remove("writing");
   const notes = [];
-  if (text.textContent === "") notes.push("The answer is empty.");
+  if (text.textContent === "" && !card.querySelector(".tool")) notes.push("The answer is empty.");
   if (stop === "length") notes.push("The answer was truncated at its maximum length.");
   for (const note of notes) card.append(element("p", { className: "note", textContent: note }));
 }
@@ -163,24 +203,40 @@ function rateable(card, id, content) {
 
 // An answer is shown in sides.a, two of them in sides.a and sides.b. Returns what they are rated by.
 async function receive(sides) {
-  const response = await request("api/answer", { messages, tools, compare: "b" in sides });
+  const response = await request("api/answer",
+    { messages, tools, after, prompt: startPrompt, compare: "b" in sides });
   let id;
   for await (const event of events(response)) {
     if (event.done) id = event.done;
-    if (event.text !== undefined) sides[event.side].text.textContent += event.text;
+    if (event.text !== undefined) addText(sides[event.side], event.text);
+    if (event.turn) finishTurn(sides[event.side], event.turn);
+    if (event.prompt !== undefined) showPrompt(sides[event.side], event.prompt);
     if (event.stop) showEnd(sides[event.side], event.stop);
     scrollDown();
   }
   return id;
 }
 
+// An environment has added to the last message of the user.
+function showPrompt({ card }, text) {
+  const title = card.querySelector("h2");
+  const message = element("p", { className: "note", textContent: `The model read: ${text}` });
+  if (title) title.after(message);
+  else card.prepend(message);
+}
+
 async function askOnce() {
   const side = answerCard("");
   conversation.append(side.card);
   const id = await receive({ a: side });
-  messages.push({ role: "assistant", content: side.text.textContent });
+  continueAfter(id);
   setCurrent(rateable(side.card, id, side.text.textContent));
   scrollDown();
+}
+
+function continueAfter(id) {
+  after = id;
+  messages = [];
 }
 
 // Two answers
@@ -195,7 +251,6 @@ async function askTwice() {
 
 function comparison(pair, sides, id) {
   const item = { kind: "comparison", nodes: [sides.a.card, sides.b.card], winner: null };
-  const place = messages.length; // the conversation continues with the winner
   const choose = async (winner) => {
     if (item.isFinal) return;
     let models;
@@ -211,9 +266,7 @@ function comparison(pair, sides, id) {
     sides.a.card.classList.toggle("chosen", winner === "a");
     sides.b.card.classList.toggle("chosen", winner === "b");
     if (models.length) reveal(item, sides, models, Object.values(buttons));
-    if (messages.length <= place + 1) {
-      messages[place] = { role: "assistant", content: sides[winner === "b" ? "b" : "a"].text.textContent };
-    }
+    if (current === item) continueAfter(id.split("-")[winner === "b" ? 1 : 0]);
   };
   const button = (text, title, winner) => element("button", {
     type: "button", textContent: text, title, "aria-pressed": "false", onclick: () => choose(winner),
@@ -274,7 +327,7 @@ async function send(text) {
     showError("First choose the better answer.");
     return;
   }
-  if (messages.length && messages.at(-1).role !== "assistant") { // it was not answered
+  if (messages.length) { // the last one was not answered
     messages.pop();
     conversation.lastElementChild.remove();
   }
@@ -287,8 +340,9 @@ async function send(text) {
 }
 
 function clear() {
-  messages = [];
+  continueAfter("");
   tools = [];
+  startPrompt = null;
   setCurrent(null);
   conversation.replaceChildren();
   showError("");
@@ -310,7 +364,7 @@ async function nextPrompt() {
     promptNumber = `prompt ${prompt.number} of ${prompt.total}`;
     showStatus();
     clear();
-    ({ messages, tools } = prompt);
+    ({ messages, tools, number: startPrompt } = prompt);
     messages.forEach(addMessage);
     document.activeElement && document.activeElement.blur();
     await ask();

@@ -1,0 +1,52 @@
+"""Tools and environments of the tests. Their processes import nothing else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def scale(number: int, factor: int = 2) -> int:
+    """Multiply a number.
+
+    Args:
+        number: The number.
+        factor: What to multiply it by.
+    """
+    if number % 7 == 0:
+        raise ValueError("no multiples of seven")
+    return number * factor
+
+
+async def wait(number: int) -> str:
+    """Wait a little.
+
+    Args:
+        number: Hundredths of a second.
+    """
+    time.sleep(number / 100)
+    return "waited"
+
+
+class Shop:
+    """Counts what was bought. Its prompts differ between rows."""
+
+    def __init__(self) -> None:
+        self.count, self.wanted = 0, 0
+
+    def reset(self, wanted: int, **_: Any) -> str | None:
+        """Called for each sample."""
+        self.count, self.wanted = 0, wanted
+        return f" Buy {wanted}." if wanted else None
+
+    def scale(self, number: int) -> str:
+        """Buy some.
+
+        Args:
+            number: How many.
+        """
+        self.count += number
+        return f"{self.count} in all"
+
+    def get_reward(self) -> float:
+        return self.count + self.wanted / 10
