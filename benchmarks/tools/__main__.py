@@ -2,7 +2,7 @@
 to call a calculator.
 
 SmolLM2-135M-Instruct, whose chat template has no tools, gets the template `chatml`. It imitates a
-few calls (sft), then trains with GRPO on the outcome of its own conversations with the calculator:
+few calls (sft), then trains with GRPO on the outcome of conversations with the calculator that it samples:
 without a grammar, and rewarded for a right answer after a valid call. The measure is the share of
 held-out questions, with operands of two and three digits that no training question has, which are
 solved so: before training, after sft and after GRPO, and with a calculator whose results are wrong.
