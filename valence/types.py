@@ -77,6 +77,19 @@ class Chat:
     # identities are made of the messages
     transcript: str | None = field(default=None, compare=False, repr=False)
 
+    def with_user_text(self, text: str) -> Chat:
+        """The chat with a text at the end of its last user turn, or of a new one if there is none."""
+        messages = list(self.messages)
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if last is None:
+            messages.append({"role": "user", "content": text})
+        else:
+            content = messages[last]["content"]
+            parts = isinstance(content, list)
+            longer = [*content, {"type": "text", "text": text}] if parts else f"{content}{text}"
+            messages[last] = {**messages[last], "content": longer}
+        return replace(self, messages=tuple(messages), transcript=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -487,9 +500,10 @@ class Episode:
 
     ``messages``: the turns after the prompt. ``calls``: for each call, its ``turn``, ``name``,
     ``arguments`` and ``seconds``, the length of its result in characters, and its ``error``.
-    ``end``: ``answer`` (a turn without calls), ``turns`` or ``length`` (limits). ``prompt_ids``:
-    the tokens of the prompt, if the environment has added to those of the row. ``reward``: that of
-    the environment. ``error``: why the episode cannot be scored.
+    ``end``: ``answer`` (a turn without calls), ``turns`` or ``length`` (limits). ``reset_text``:
+    what the environment has added to the last user turn of the prompt. ``prompt_ids``: the tokens
+    of the prompt, if it has added something. ``reward``: that of the environment. ``error``: why
+    the episode cannot be scored.
     """
 
     messages: tuple[Message, ...]
@@ -498,6 +512,7 @@ class Episode:
     prompt_ids: tuple[int, ...] = ()
     reward: float | None = None
     error: str = ""
+    reset_text: str = ""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Episode:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from valence.data.encode import Encoder
@@ -86,6 +86,7 @@ class EpisodeRun:
         limit: int,
     ) -> None:
         self.use, self.chat, self.info = use, chat, info
+        self.reset_text = ""
         self.position, self.index, self.seed, self.limit = position, index, seed, limit
         self.row_ids = self.prompt_ids = row_ids
         self.tokens: list[int] = []
@@ -121,7 +122,7 @@ class EpisodeRun:
             await self.close()
             return False
         if text:
-            self._append_to_prompt(text)
+            self._append_to_prompt(self.use.encoder.without_special(text))
         return True
 
     def _row(self) -> dict[str, Any]:
@@ -129,13 +130,7 @@ class EpisodeRun:
 
     def _append_to_prompt(self, text: str) -> None:
         """Append a text of the environment to the last user turn."""
-        messages = list(self.chat.messages)
-        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-        if last is None:
-            messages.append({"role": "user", "content": text})
-        else:
-            messages[last] = {**messages[last], "content": f"{messages[last]['content']}{text}"}
-        self.chat = replace(self.chat, messages=tuple(messages), transcript=None)
+        self.reset_text, self.chat = text, self.chat.with_user_text(text)
         self.prompt_ids = self.use.encoder.encode_prompt(self.chat)
 
     async def take_turn(
@@ -188,8 +183,9 @@ class EpisodeRun:
     def _answer_of(self, problem: str) -> Message:
         """The turn that answers a malformed call. Raises RowError."""
         self._record("", {}, "malformed", 0.0, len(problem))
-        conversation = [*self.chat.messages, *self.messages]
-        return self.use.encoder.template.answer_of_error(conversation, problem, self.chat.tools)
+        conversation, encoder = [*self.chat.messages, *self.messages], self.use.encoder
+        plain = encoder.without_special(problem)  # it quotes the model
+        return encoder.template.answer_of_error(conversation, plain, self.chat.tools)
 
     def _add(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         self.tokens += tokens
@@ -204,7 +200,7 @@ class EpisodeRun:
             "role": "tool",
             "name": call.name,
             "tool_call_id": call.id,
-            "content": result.text,
+            "content": self.use.encoder.without_special(result.text),
         }
 
     def _record(
@@ -267,6 +263,7 @@ class EpisodeRun:
                 prompt_ids=() if self.prompt_ids == self.row_ids else self.prompt_ids,
                 reward=self.reward,
                 error=self.error,
+                reset_text=self.reset_text,
             ),
         )
 
