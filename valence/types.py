@@ -78,7 +78,7 @@ class Chat:
     transcript: str | None = field(default=None, compare=False, repr=False)
 
     def with_user_text(self, text: str) -> Chat:
-        """The chat with a text at the end of its last user turn, or of a new one if there is none."""
+        """The chat with a text at the end of its last user turn, or in a new one without any."""
         messages = list(self.messages)
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
         if last is None:

@@ -117,21 +117,30 @@ class EpisodeRun:
         try:
             session = await self._opened()
             text = await session.reset(self._row())
+            if text:
+                self._append_to_prompt(self.use.encoder.without_special(text))
         except ToolError as error:
             self.error = f"reset of the environment failed: {error}"
             await self.close()
             return False
-        if text:
-            self._append_to_prompt(self.use.encoder.without_special(text))
         return True
 
     def _row(self) -> dict[str, Any]:
         return {"prompt": [dict(message) for message in self.chat.messages], **self.info}
 
     def _append_to_prompt(self, text: str) -> None:
-        """Append a text of the environment to the last user turn."""
+        """Append a text of the environment to the last user turn.
+
+        Raises ToolError if the prompt becomes longer than those of rows may be.
+        """
         self.reset_text, self.chat = text, self.chat.with_user_text(text)
         self.prompt_ids = self.use.encoder.encode_prompt(self.chat)
+        room = self.use.encoder.max_length
+        if len(self.prompt_ids) > room:
+            raise ToolError(
+                f"its text of {len(text)} characters makes the prompt {len(self.prompt_ids)} "
+                f"tokens long, and data.max_length leaves {room}"
+            )
 
     async def take_turn(
         self, tokens: Sequence[int], logps: Sequence[float], versions: Sequence[int] = ()

@@ -184,8 +184,8 @@ class Rounds:
         use = self._prepared.tool_use
         if use is not None and not use.tools.is_replayable and not self.steps:
             self._messages.warn(
-                f"round {self.num_rounds + 1} may have begun before the interruption and is sampled "
-                f"from its start: calls of {self._prepared.recipe.rollout.environment}, "
+                f"round {self.num_rounds + 1} may have begun before the interruption and is "
+                f"sampled from its start: calls of {self._prepared.recipe.rollout.environment}, "
                 "which cannot be replayed, may be made twice"
             )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import valence
+from tests.command import command
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import Fake, serving
 from tests.training.online.recipes import logged
@@ -22,14 +23,18 @@ from tests.training.online.tool_kit import (
     BY_CHANCE,
     SCALE,
     SHOP,
+    TURNS,
     make_with_short_turns,
     tool_recipe,
+    turns,
 )
 from tests.training.resuming import killed, resumed_steps, train, weights
 from valence.data.load import load, sources_from
+from valence.jobs.reward_rows import sampled_completion
 from valence.jobs.sample_rows import sample_rows
 from valence.methods import ONLINE
 from valence.options import SampleOptions
+from valence.reports.verdict import outputs
 from valence.rollouts import HFGenerator, Sampling
 from valence.training import episodes
 from valence.training.collector import (
@@ -252,6 +257,7 @@ def test_tools_of_a_run_folder_are_not_run_unless_they_are_named(place: Path) ->
     from valence.training.open_run import open_run
 
     train(tool_recipe(place, train={"max_steps": 2}))
+    assert outputs(place / "run")[-1].endswith(f"'rollout.tools=[{SCALE}]'")
     group, target = SingleProcess(), str(place / "run")
     with raises_error("code-not-trusted", where="config.yaml", fix="rollout.tools=null"):
         open_run(target, group=group)
@@ -495,3 +501,41 @@ def test_the_log_has_lengths_without_the_prompt(place: Path) -> None:
     [length] = [tally.means["rollout/length"]]
     lengths = [len(c.tokens) for pair in pairs for c in pair]
     assert float(length.total / length.count) == pytest.approx(sum(lengths) / len(lengths))
+
+
+class Talkative(Evil):
+    def reset(self, **_: Any) -> str:
+        return "word " * 2000
+
+
+def test_a_reset_whose_text_is_too_long_is_no_score(place: Path) -> None:
+    environment = "tests.training.online.test_tools:Talkative"
+    run = built(place, rollout={"tools": None, "environment": environment})
+    for completion in completions_of(run, 1):
+        assert completion.episode is not None
+        assert not completion.tokens
+        assert "data.max_length leaves 1250" in completion.episode.error
+
+
+def test_sampled_episodes_are_scored_by_their_last_turn(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = built(place)
+    out, scored = place / "answers.jsonl", place / "scored.jsonl"
+    options = SampleOptions(n=2, data=[str(place / "prompts.jsonl")], out=out, max_new_tokens=150)
+    recipe_file = place / "recipe.yaml"
+    recipe_file.write_text(json.dumps(tool_recipe(place)))
+    sample_rows(str(recipe_file), options, console=run.messages.console)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    read = [sampled_completion(row) for row in rows]
+    for row, completion in zip(rows, read, strict=True):
+        assert completion.episode is not None
+        assert completion.text == row["episode"]["text"]
+        assert list(completion.episode.messages) == row["completion"]
+        assert len(completion.mask) in (0, len(completion.tokens))
+    assert any(len(completion.mask) > sum(completion.mask) for completion in read)
+    monkeypatch.chdir(place)
+    status = command("score", "--data", str(out), "--reward", TURNS, "--out", str(scored))
+    assert status == 0
+    scores = [json.loads(line)["score"] for line in scored.read_text().splitlines()]
+    assert scores == turns(read)
