@@ -84,9 +84,10 @@ class Chat:
         if last is None:
             messages.append({"role": "user", "content": text})
         else:
-            content = messages[last]["content"]
-            parts = isinstance(content, list)
-            longer = [*content, {"type": "text", "text": text}] if parts else f"{content}{text}"
+            content: Any = messages[last]["content"]
+            is_text = not isinstance(content, list)
+            part = {"type": "text", "text": text}
+            longer: Any = f"{content}{text}" if is_text else [*content, part]
             messages[last] = {**messages[last], "content": longer}
         return replace(self, messages=tuple(messages), transcript=None)
 
