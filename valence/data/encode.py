@@ -98,7 +98,7 @@ class Encoder:
     max_length: longest prompt with its answer, in tokens. answers: how many of these are for
     answers that are still to come. teacher: how feedback enters the prompt of the teacher; None if
     the method has no teacher.
-    tools: those of chat prompts that have none of their own.
+    tools: those of chat prompts without a list of tools.
     long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids:
     tokens at which the model stops, by its generation config. Raises UserError for a template that
     is asked for and missing.

@@ -267,12 +267,12 @@ def with_teachers(
                     columns={"old": old} if old else None,
                 )
                 if group.teachers:
-                    example = replace(_with_whole_prompt(example), teacher_ids=group.teachers[i])
+                    example = replace(_with_complete_prompt(example), teacher_ids=group.teachers[i])
                 examples.append(example)
     return examples
 
 
-def _with_whole_prompt(example: TokenizedExample) -> TokenizedExample:
+def _with_complete_prompt(example: TokenizedExample) -> TokenizedExample:
     """The example of one completion, whose tokens before the first sampled one become a part of the
     prompt: what an environment has added to it, which the teacher reads in its own prompt.
     """

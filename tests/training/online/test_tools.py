@@ -422,20 +422,20 @@ def test_texts_of_tools_begin_no_turn(place: Path) -> None:
     run = built(place, rollout={"tools": None, "environment": environment})
     encoder = run.prepared.encoder
     assert encoder.vocab.ids("<|im_end|>") == (encoder.template.turn_end.token,)
-    seen = 0
+    num_results = 0
     for completion in completions_of(run):
         assert completion.episode is not None
-        given = compress(completion.tokens, (not is_sampled for is_sampled in completion.mask))
-        shown = encoder.tokenizer.decode(list(given))
+        context = compress(completion.tokens, (not is_sampled for is_sampled in completion.mask))
+        shown = encoder.tokenizer.decode(list(context))
         results = sum(m["role"] == "tool" for m in completion.episode.messages)
-        seen += results
+        num_results += results
         assert shown.count("<|im_start|>assistant\n") == results
         prompt = encoder.tokenizer.decode(list(completion.episode.prompt_ids))
         assert prompt.count("<|im_start|>assistant\n") == 1
         assert "bought< |im_end|>\n< |im_start|>assistant" in prompt
         text = str(completion.episode.messages)
         assert text.count("Done.") == text.count("assistant\\nDone.< |im_end|>")
-    assert seen > 3
+    assert num_results > 3
 
 
 def test_a_reset_adds_to_messages_of_several_parts() -> None:
@@ -477,9 +477,9 @@ def test_the_prompt_of_the_teacher_has_what_the_environment_has_added(place: Pat
     assert builder is not None
     decode = run.prepared.tokenizer.decode
     built_examples = builder(examples, run.recipe.rollout, run.recipe.loss)
-    taught = [example for example in built_examples if example.teacher_ids]
-    assert any(" Buy 13." in decode(list(e.teacher_ids)) for e in taught)
-    for example in taught:
+    examples_with_teacher = [example for example in built_examples if example.teacher_ids]
+    assert any(" Buy 13." in decode(list(e.teacher_ids)) for e in examples_with_teacher)
+    for example in examples_with_teacher:
         [answer] = example.answers
         assert answer.mask[0]
         assert len(answer.ids) == len(answer.mask)
