@@ -77,6 +77,20 @@ class Chat:
     # identities are made of the messages
     transcript: str | None = field(default=None, compare=False, repr=False)
 
+    def with_user_text(self, text: str) -> Chat:
+        """The chat with a text at the end of its last user turn, or in a new one without any."""
+        messages = list(self.messages)
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if last is None:
+            messages.append({"role": "user", "content": text})
+        else:
+            content: Any = messages[last]["content"]
+            is_text = not isinstance(content, list)
+            part = {"type": "text", "text": text}
+            longer: Any = f"{content}{text}" if is_text else [*content, part]
+            messages[last] = {**messages[last], "content": longer}
+        return replace(self, messages=tuple(messages), transcript=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -487,9 +501,9 @@ class Episode:
 
     ``messages``: the turns after the prompt. ``calls``: for each call, its ``turn``, ``name``,
     ``arguments`` and ``seconds``, its ``error`` with the ``detail`` of where it happened, and
-    whether its result ``is_cut``.
-    ``end``: ``answer`` (a turn without calls), ``turns`` or ``length`` (limits). ``prompt_ids``:
-    the tokens of the prompt, if the environment has added to those of the row. ``reward``: that of
+    whether its result ``is_cut``. ``end``: ``answer`` (a turn without calls), ``turns`` or
+    ``length`` (limits). ``reset_text``: what the environment has added to the last user turn of the
+    prompt. ``prompt_ids``: the tokens of the prompt, if it has added something. ``reward``: that of
     the environment. ``error``: why the episode cannot be scored.
     """
 
@@ -499,6 +513,7 @@ class Episode:
     prompt_ids: tuple[int, ...] = ()
     reward: float | None = None
     error: str = ""
+    reset_text: str = ""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Episode:

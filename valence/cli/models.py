@@ -147,6 +147,8 @@ def sample(
             for text, answer in answers(target, options, **model, group=group):
                 print_message(terminal, f"> {text}", "bold")
                 print_message(terminal, answer_text(answer))
+                if answer.episode is not None and answer.episode.error:
+                    print_message(terminal, f"({answer.episode.error})", "dim")
                 if answer.stop == "length":
                     note = f"(truncated at {len(answer.tokens)} tokens; raise --max-new-tokens)"
                     print_message(terminal, note, "dim")

@@ -237,6 +237,13 @@ class Encoder:
         (ids, _), _ = self.vocab.join([(suffix, False)], end, self.vocab.ids(end))
         return ids
 
+    def without_special(self, text: str) -> str:
+        """A text that others have written, in which no special token stands: a space breaks each.
+
+        A result of a tool could otherwise end its turn and begin one of the assistant.
+        """
+        return self.template.special_pattern.sub(lambda m: f"{m[0][:1]} {m[0][1:]}", text)
+
     def rendered_as(self, *contents: Content) -> Sequence[Content]:
         """A prompt and its answers; transcripts as text if no chat template is used."""
         texts = [c.transcript if isinstance(c, Chat) else None for c in contents]
@@ -256,10 +263,6 @@ class Encoder:
             fix="use a model with a chat template, or set data.chat_template: chatml, and write "
             "prompts as text or as chat messages",
         )
-
-    def as_plain_text(self, text: str) -> str:
-        """A text in which no name of a special token becomes that token, because it has a space."""
-        return self._special.sub(lambda name: f"{name[0][0]} {name[0][1:]}", text)
 
     def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from valence.data.vocab import RowError, Vocab
+from valence.data.vocab import RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import Chat, Message
 
@@ -500,11 +500,19 @@ class ChatTemplate:
     @cached_property
     def _stop_pattern(self) -> re.Pattern[str]:
         """Matches the tokens that end a turn."""
-        ids = {self.turn_end.token, *self._vocab.ends, *self._stops} - {None}
-        names = sorted(
-            (str(self._tokenizer.convert_ids_to_tokens(i)) for i in ids), key=len, reverse=True
-        )
+        names = sorted(self._stop_names, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @cached_property
+    def _stop_names(self) -> set[str]:
+        ids = {self.turn_end.token, *self._vocab.ends, *self._stops} - {None}
+        return {str(self._tokenizer.convert_ids_to_tokens(i)) for i in ids}
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches special tokens, and added tokens that end a turn."""
+        stops = {name for name in self._stop_names if self._vocab.unsplit.fullmatch(name)}
+        return any_of(stops | set(self._vocab.special))
 
     def _body_start(
         self,

@@ -31,6 +31,7 @@ from valence.types import (
     Chat,
     Completion,
     Demonstration,
+    Episode,
     Ids,
     Judgement,
     Reward,
@@ -167,8 +168,9 @@ def _check_rows(sources: Sequence[SourceSettings]) -> tuple[int, str]:
 
 
 def _has_token_ids(value: Mapping[str, Any]) -> bool:
-    """Whether a row has its completion as text and as tokens."""
-    is_text = isinstance(value.get("completion"), str)
+    """Whether a row has its completion as text or an episode, and as tokens."""
+    is_episode = isinstance(value.get("episode"), Mapping)
+    is_text = isinstance(value.get("completion"), list if is_episode else str)
     return is_text and bool(value.get("completion_ids")) and bool(value.get("prompt_ids"))
 
 
@@ -195,7 +197,9 @@ def _read_pairs(sources: Sequence[SourceSettings], encoder: Encoder | None) -> I
     for row, example in chain.from_iterable(map(stream, sources)):
         assert isinstance(row, Row)
         if encoder is None or _has_token_ids(row.value):
-            yield row, sampled_completion(row.value)
+            completion = sampled_completion(row.value)
+            error = completion.episode.error if completion.episode else ""
+            yield row, Score(None, error=error) if error else completion
         else:
             yield row, _tokenized_completion(row.value, example, encoder)
 
@@ -203,11 +207,21 @@ def _read_pairs(sources: Sequence[SourceSettings], encoder: Encoder | None) -> I
 def sampled_completion(value: Mapping[str, Any]) -> Completion:
     """The completion of a row as `valence sample` writes it."""
     prompt, tools = value.get("prompt") or "", value.get("tools")
+    completion, episode = value["completion"], None
+    if isinstance(completion, list):
+        facts = value.get("episode") or {}
+        names = ("end", "reward", "error")
+        episode = Episode(
+            messages=tuple(completion),
+            calls=tuple(facts.get("calls") or ()),
+            **{name: facts[name] for name in names if name in facts},
+        )
+        completion = facts.get("text") or str(completion[-1].get("content") or "")
     return Completion(
         prompt_id=content_id("prompt", Ids(tuple(value["prompt_ids"]))),
         tokens=tuple(value["completion_ids"]),
         logps=tuple(value.get("logps") or ()),
-        text=value["completion"],
+        text=completion,
         stop=value.get("stop") or "eos",
         version=value.get("version") or 0,
         index=value.get("index") or 0,
@@ -215,6 +229,8 @@ def sampled_completion(value: Mapping[str, Any]) -> Completion:
         rendered=value.get("rendered") or "",
         info=value.get("info") or {},
         tools=tuple(tools) if isinstance(tools, list) else (),
+        mask=tuple(map(bool, (value.get("sampled") or {}).get("mask") or ())),
+        episode=episode,
     )
 
 

@@ -368,9 +368,9 @@ class SampleTransform:
         """Facts that the completions depend on besides the request. All processes call it."""
         encoder, data = self.run.prepared.encoder, self.run.recipe.data
         use = self.run.prepared.tool_use
-        tools = {} if use is None else {"tools": content_id(use.tools.identity, use.max_turns)}
+        limits = () if use is None else (use.max_turns, use.tools.max_output)
         return {
-            **tools,
+            **({} if use is None else {"tools": content_id(use.tools.identity, *limits)}),
             "model": model_digest(self.run.policy, adapter=True),
             "vocabulary": encoder.vocab.digest,
             "template": content_id(
@@ -452,13 +452,15 @@ class SampleTransform:
         ids = list((episode and episode.prompt_ids) or item.ids)
         if episode is not None:  # with the tools of the run
             content = encoder.chat_of(content)
+            if episode.reset_text:
+                content = content.with_user_text(episode.reset_text)
         return {
             **prompt_columns(content),
             "prompt_ids": ids,
             **({} if ids == list(item.ids) else {"row_ids": list(item.ids)}),
             "rendered": str(self.run.prepared.tokenizer.decode(ids)),
             "completion": completion.text if episode is None else list(episode.messages),
-            **({} if episode is None else {"episode": _facts_of(episode)}),
+            **({} if episode is None else {"episode": _facts_of(completion, episode)}),
             "completion_ids": list(completion.tokens),
             # the digits of a float32
             "logps": [float(f"{logp:.9g}") for logp in completion.logps],
@@ -613,11 +615,11 @@ def _completion(fields: Mapping[str, Any]) -> Completion:
     return Completion(**{**fields, **lists, "episode": episode})
 
 
-def _facts_of(episode: Episode) -> dict[str, Any]:
-    """What the turns of an episode do not show."""
+def _facts_of(completion: Completion, episode: Episode) -> dict[str, Any]:
+    """What the turns of an episode do not show. text: of the last one, as a reward reads it."""
     # times would differ between two calls of the command
     calls = [{k: v for k, v in call.items() if k != "seconds"} for call in episode.calls]
-    facts = {"end": episode.end, "calls": calls}
+    facts = {"text": completion.text, "end": episode.end, "calls": calls}
     if episode.reward is not None:
         facts["reward"] = episode.reward
     return facts | ({"error": episode.error} if episode.error else {})

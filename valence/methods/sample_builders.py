@@ -266,9 +266,23 @@ def with_teachers(
                     i,
                     columns={"old": old} if old else None,
                 )
-                prompt = group.teachers[i] if group.teachers else None
-                examples.append(replace(example, teacher_ids=prompt or ()))
+                if group.teachers:
+                    example = replace(_with_complete_prompt(example), teacher_ids=group.teachers[i])
+                examples.append(example)
     return examples
+
+
+def _with_complete_prompt(example: TokenizedExample) -> TokenizedExample:
+    """The example of one completion, whose tokens before the first sampled one become a part of the
+    prompt: what an environment has added to it, which the teacher reads in its own prompt.
+    """
+    [answer] = example.answers
+    start = answer.mask.index(True)
+    prompt_ids = example.prompt_ids + answer.ids[:start]
+    columns = tuple((name, values[start:]) for name, values in answer.columns)
+    rest = replace(answer, ids=answer.ids[start:], mask=answer.mask[start:], columns=columns)
+    prompt_mask = example.prompt_mask + (False,) * start
+    return replace(example, prompt_ids=prompt_ids, prompt_mask=prompt_mask, answers=(rest,))
 
 
 @dataclass(frozen=True)

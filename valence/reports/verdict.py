@@ -604,11 +604,30 @@ def _next_command(run: RunRecord) -> str:
     rows: Sequence[Json] = run.last["rows"] if run.last is not None else ()
     if _is_of_reward_model(rows):
         return f"valence evaluate {path} --data FILE"
+    rollout = run.config.get("rollout")
+    named = _names_of_tools(rollout if isinstance(rollout, Mapping) else {})
+    if "rollout.environment" in named:  # it reads the columns of rows
+        return " ".join([f"valence sample {path} --data FILE", *named.values()])
     questions = (_question(str(row.get("prompt", ""))) for row in rows)
     system, prompt = next(filter(None, questions), ("", "Who are you?"))
     first = f" --system {shlex.quote(system)}" if system else ""
     # as the report's samples
-    return f"valence sample {path}{first} --prompt {shlex.quote(prompt)} --temperature 0"
+    command = f"valence sample {path}{first} --prompt {shlex.quote(prompt)} --temperature 0"
+    return " ".join([command, *named.values()])
+
+
+def _names_of_tools(rollout: Json) -> dict[str, str]:
+    """Arguments that name the tools of a run: a run folder alone does not execute them."""
+    values = {f"rollout.{name}": rollout.get(name) for name in ("tools", "environment")}
+    return {
+        name: shlex.quote(
+            f"{name}=[{', '.join(map(str, value))}]"
+            if isinstance(value, list)
+            else f"{name}={value}"
+        )
+        for name, value in values.items()
+        if value
+    }
 
 
 def _question(prompt: str) -> tuple[str, str] | None:

@@ -292,7 +292,9 @@ def trl_columns(completions: Sequence[Completion]) -> Columns:
             for c in completions
         ],
         "completions": [
-            c.text if isinstance(c.prompt, str) else [dict(message) for message in turns_of(c)]
+            c.text
+            if isinstance(c.prompt, str) and c.episode is None
+            else [dict(message) for message in turns_of(c)]
             for c in completions
         ],
         "completion_ids": [list(c.tokens) for c in completions],

@@ -492,6 +492,8 @@ class Collector:
         mask, episode = more or ((), None)  # records of earlier versions have neither
         tokenizer = self._prepared.tokenizer
         [content] = self._prepared.encoder.rendered_as(prompt.row.prompt)
+        episode = None if episode is None else Episode.from_record(episode)
+        prompt_ids = (episode and episode.prompt_ids) or prompt.example.prompt_ids
         return Completion(
             prompt_id=prompt.example.id,
             tokens=tuple(tokens),
@@ -502,11 +504,11 @@ class Collector:
             versions=tuple(versions),
             index=index,
             prompt=content.messages if isinstance(content, Chat) else as_text(content, tokenizer),
-            rendered=str(tokenizer.decode(list(prompt.example.prompt_ids))),
+            rendered=str(tokenizer.decode(list(prompt_ids))),
             info=prompt.row.info,
             tools=content.tools if isinstance(content, Chat) else (),
             mask=tuple(mask),
-            episode=None if episode is None else Episode.from_record(episode),
+            episode=episode,
         )
 
     # Scoring
@@ -622,8 +624,6 @@ class Collector:
             score = None if self._prepared.recipe.is_unrewarded else scores[0][0].value
             self.latest = text, answer_text(completions[0][0]), score
         for prompt, sampled, scored in zip(prompts, completions, scores, strict=True):
-            lengths = [len(completion.tokens) for completion in sampled]
-            example, sampled = with_prompts(prompt.example, sampled)
             places = [i for i, score in enumerate(scored) if score.value is not None]
             if len(places) < len(sampled) and self._rollout.on_failure == "drop_group":
                 places = []
@@ -631,12 +631,12 @@ class Collector:
             self._count(sampled, [scored[i] for i in places], rewards, tally)
             if places:
                 shaped = tuple(
-                    reward - self._overlong_penalty(lengths[i])
+                    reward - self._overlong_penalty(len(sampled[i].tokens))
                     for i, reward in zip(places, rewards, strict=True)
                 )
-                answers = tuple(sampled[i] for i in places)
+                example, answers = with_prompts(prompt.example, [sampled[i] for i in places])
                 feedback = tuple(scored[i].feedback for i in places)
-                groups.append(RolloutGroup(example, answers, shaped, feedback=feedback))
+                groups.append(RolloutGroup(example, tuple(answers), shaped, feedback=feedback))
         if not self._prepared.recipe.is_unrewarded:
             tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))
@@ -813,7 +813,8 @@ class Collector:
             for prompt, sampled, scored in zip(prompts, completions, scores, strict=True)
         ]
         if self._prepared.recipe.is_unrewarded and self._prepared.method.loss.needs_teacher:
-            metrics |= self._signals(groups, rows)
+            # one group of each prompt whose completion could be scored
+            metrics |= self._signals(groups, [row for row in rows if "error" not in row])
         return Evaluation(dict(sorted(metrics.items())), rows)
 
     def _signals(

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from valence.data.encode import Encoder
@@ -104,6 +104,7 @@ class EpisodeRun:
         limit: int,
     ) -> None:
         self.use, self.chat, self.info = use, chat, info
+        self.reset_text = ""
         self.position, self.index, self.seed, self.limit = position, index, seed, limit
         self.row_ids = self.prompt_ids = row_ids
         self.tokens: list[int] = []
@@ -134,34 +135,30 @@ class EpisodeRun:
         try:
             session = await self._opened()
             text = await session.reset(self._row())
+            if text:
+                self._append_to_prompt(self.use.encoder.without_special(text))
         except ToolError as error:
             self.error = f"reset of the environment failed: {error}"
             await self.close()
             return False
-        if text:
-            self._append_to_prompt(self.use.encoder.as_plain_text(text))
-        limit = self.use.encoder.max_length
-        if len(self.prompt_ids) > limit:
-            self.error = (
-                f"the prompt has {len(self.prompt_ids)} tokens with the text of the environment, "
-                f"and data.max_length leaves {limit}"
-            )
-            await self.close()
-        return not self.error
+        return True
 
     def _row(self) -> dict[str, Any]:
         return {"prompt": [dict(message) for message in self.chat.messages], **self.info}
 
     def _append_to_prompt(self, text: str) -> None:
-        """Append a text of the environment to the last user turn."""
-        messages = list(self.chat.messages)
-        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-        if last is None:
-            messages.append({"role": "user", "content": text})
-        else:
-            messages[last] = {**messages[last], "content": f"{messages[last]['content']}{text}"}
-        self.chat = replace(self.chat, messages=tuple(messages), transcript=None)
+        """Append a text of the environment to the last user turn.
+
+        Raises ToolError if the prompt becomes longer than those of rows may be.
+        """
+        self.reset_text, self.chat = text, self.chat.with_user_text(text)
         self.prompt_ids = self.use.encoder.encode_prompt(self.chat)
+        room = self.use.encoder.max_length
+        if len(self.prompt_ids) > room:
+            raise ToolError(
+                f"its text of {len(text)} characters makes the prompt {len(self.prompt_ids)} "
+                f"tokens long, and data.max_length leaves {room}"
+            )
 
     async def take_turn(
         self, tokens: Sequence[int], logps: Sequence[float], versions: Sequence[int] = ()
@@ -214,8 +211,9 @@ class EpisodeRun:
     def _answer_of(self, problem: str) -> Message:
         """The turn that answers a malformed call. Raises RowError."""
         self._record("", {}, ToolResult(problem, "malformed"))
-        conversation = [*self.chat.messages, *self.messages]
-        return self.use.encoder.template.answer_of_error(conversation, problem, self.chat.tools)
+        conversation, encoder = [*self.chat.messages, *self.messages], self.use.encoder
+        plain = encoder.without_special(problem)  # it quotes the model
+        return encoder.template.answer_of_error(conversation, plain, self.chat.tools)
 
     def _add(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
         self.tokens += tokens
@@ -231,7 +229,7 @@ class EpisodeRun:
             "name": call.name,
             "tool_call_id": call.id,
             # a result cannot end its turn and begin one of the model
-            "content": self.use.encoder.as_plain_text(result.text),
+            "content": self.use.encoder.without_special(result.text),
         }
 
     def _record(self, name: str, arguments: Mapping[str, Any], result: ToolResult) -> None:
@@ -288,6 +286,7 @@ class EpisodeRun:
                 prompt_ids=() if self.prompt_ids == self.row_ids else self.prompt_ids,
                 reward=self.reward,
                 error=self.error,
+                reset_text=self.reset_text,
             ),
         )
 

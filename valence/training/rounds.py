@@ -184,7 +184,7 @@ class Rounds:
         use = self._prepared.tool_use
         if use is not None and not use.tools.is_replayable and not self.steps:
             self._messages.warn(
-                f"round {self.num_rounds + 1} may have begun before the interruption, and is "
+                f"round {self.num_rounds + 1} may have begun before the interruption and is "
                 f"sampled from its start: calls of {self._prepared.recipe.rollout.environment}, "
                 "which cannot be replayed, may be made twice"
             )
@@ -295,14 +295,24 @@ class Rounds:
             row = corpus.examples[group.prompt.id]
             answers = [answer.text for answer in group.answers]
             texts = encoder.teacher.select(group.rewards, group.feedback, answers)
-            prompts = {  # several completions may have the same text
-                text: encoder.encode_teacher_prompt(row.prompt, *text)
-                for text in dict.fromkeys(texts)
+            resets = [a.episode.reset_text if a.episode else "" for a in group.answers]
+            prompts = {  # several completions may have the same texts
+                (text, reset): encoder.encode_teacher_prompt(
+                    encoder.chat_of(row.prompt).with_user_text(reset) if reset else row.prompt,
+                    *text,
+                )
+                for text, reset in dict.fromkeys(zip(texts, resets, strict=True))
                 if text is not None
             }
-            teachers = [() if text is None else prompts[text] for text in texts]
+            teachers = [
+                () if text is None else prompts[text, reset]
+                for text, reset in zip(texts, resets, strict=True)
+            ]
             fitted = tuple(
-                ids if len(ids) + len(answer.tokens) <= max_length else None
+                # without what an environment has added to the prompt
+                ids
+                if len(ids) + len(answer.tokens) - answer.sampled.index(True) <= max_length
+                else None
                 for ids, answer in zip(teachers, group.answers, strict=True)
             )
             extended.append(
