@@ -2,7 +2,7 @@
 to call a calculator.
 
 SmolLM2-135M-Instruct, whose chat template has no tools, gets the template `chatml`. It imitates a
-few calls (sft), then trains with GRPO on the outcome of conversations with the calculator that it samples:
+few calls (sft), then samples conversations with the calculator and trains on their outcome (GRPO):
 without a grammar, and rewarded for a right answer after a valid call. The measure is the share of
 held-out questions, with operands of two and three digits that no training question has, which are
 solved so: before training, after sft and after GRPO, and with a calculator whose results are wrong.
@@ -36,7 +36,7 @@ TEMPLATES = {
 }
 TOOLS = "benchmarks.tools.calculator:calculate"
 WRONG_TOOLS = "benchmarks.tools.wrong_calculator:calculate"
-ROLLOUT = {"tools": [TOOLS], "max_turns": 3, "max_new_tokens": 112}
+ROLLOUT = {"tools": [TOOLS], "max_turns": 3, "max_new_tokens": 96}
 NUM_DEMONSTRATIONS = 8
 NUM_PROMPTS, NUM_QUESTIONS = 400, 100
 STEPS = 20
@@ -151,7 +151,7 @@ class Study:
         file = self.folder / f"answers_{name}.jsonl"
         command = [
             sys.executable, "-m", "valence", "sample", str(target), "--data", str(self.held_out),
-            "--out", str(file), "--temperature", "0", "--max-new-tokens", "112", "-n", "1",
+            "--out", str(file), "--temperature", "0", "--max-new-tokens", "96", "-n", "1",
             f"rollout.tools=[{tools}]", "rollout.max_turns=3", "model.dtype=float32",
             "data.chat_template=chatml",
         ]  # fmt: skip
