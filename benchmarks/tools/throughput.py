@@ -108,7 +108,7 @@ def main() -> int:
     )  # fmt: skip
     prompts = [Prompt(prompt=Chat(tuple(r["prompt"])), origin=Origin("", 0)) for r in rows]
 
-    def own(seed: int) -> Sampled:
+    def ours(seed: int) -> Sampled:
         start = time.perf_counter()
         sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS, seed=seed)
         groups = run.sample(prompts, sampling, NUM_EPISODES)
@@ -124,7 +124,7 @@ def main() -> int:
 
     sides: dict[str, list[Sampled]] = {"Valence": [], "TRL": []}
     for seed in range(arguments.repeats + 1):
-        for name, sample in (("Valence", own), ("TRL", peer.sample)):
+        for name, sample in (("Valence", ours), ("TRL", peer.sample)):
             result = sample(seed)
             if seed:  # the first is to warm up
                 sides[name].append(result)
@@ -136,8 +136,8 @@ def main() -> int:
         ]
         tokens, turns, length = facts[name]
         print(f"{name}: {tokens:.1f} sampled tokens, {turns:.2f} turns, {length:.1f} tokens each")
-    for own_fact, other in zip(facts["Valence"], facts["TRL"], strict=True):
-        if abs(own_fact - other) > TOLERANCE * max(own_fact, other):
+    for our_fact, other in zip(facts["Valence"], facts["TRL"], strict=True):
+        if abs(our_fact - other) > TOLERANCE * max(our_fact, other):
             print("the two sides do not sample the same: no time is printed")
             return 1
     rates = {name: [r.tokens / r.seconds for r in results] for name, results in sides.items()}

@@ -78,9 +78,11 @@ def test_turns_have_the_log_probabilities_of_the_whole_conversation(kind: str) -
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-window"])
 def test_kept_keys_and_values_change_nothing(kind: str) -> None:
     generator = with_short_turns(kind)
-    kept, again = (sample_turns(generator, WAVES, keep=keep) for keep in (True, False))
-    assert [[t for _, t, _ in turns] for turns in kept] == [
-        [t for _, t, _ in turns] for turns in again
+    with_cache, without_cache = (
+        sample_turns(generator, WAVES, keep=keep) for keep in (True, False)
+    )
+    assert [[t for _, t, _ in turns] for turns in with_cache] == [
+        [t for _, t, _ in turns] for turns in without_cache
     ]
 
 

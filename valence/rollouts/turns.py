@@ -118,9 +118,9 @@ class TurnSampler:
                 order, rows.mask, token, rows.positions = remove_finished(
                     rows.cache, active, tensors
                 )
-                kept = order.tolist()
-                rows.conversations = [rows.conversations[i] for i in kept]
-                turns = [turns[i] for i in kept]
+                places = order.tolist()
+                rows.conversations = [rows.conversations[i] for i in places]
+                turns = [turns[i] for i in places]
             rows.mask = pad(rows.mask, (0, 1), value=1)
             logits, rows.cache = self.generator.forward(
                 token[:, None], rows.mask, rows.positions, rows.cache
@@ -181,9 +181,11 @@ class TurnSampler:
         tokens, mask = left_pad(rest, self.generator.end_ids[0], device)
         start = torch.tensor(lengths, device=device)[:, None]
         positions = (mask.cumsum(1) - 1 + start).clamp(min=0)
-        whole = torch.cat([before, mask], 1)
-        logits, cache = self.generator.forward(tokens, whole, positions, cache)
-        return _Rows(list(conversations), cache, logits[:, -1], whole, whole.sum(1, keepdim=True))
+        full_mask = torch.cat([before, mask], 1)
+        logits, cache = self.generator.forward(tokens, full_mask, positions, cache)
+        return _Rows(
+            list(conversations), cache, logits[:, -1], full_mask, full_mask.sum(1, keepdim=True)
+        )
 
 
 def _saved(rows: _Rows, row: int) -> Saved | None:

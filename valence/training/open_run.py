@@ -55,7 +55,7 @@ def restore(
         if rewards and not trust_reward:
             _refuse_rewards(run_dir, source.recipe)
         if (rewards or tools) and not trust_reward:
-            _refuse_tools(source)
+            refuse_tools(source)
 
     saved = load_saved_models(
         run_dir,
@@ -100,21 +100,26 @@ def refuse_formats(source: LoadedRecipe) -> None:
                 )
 
 
-def _refuse_tools(source: LoadedRecipe) -> None:
+def refuse_tools(source: LoadedRecipe) -> None:
     """Raise UserError for tools that only the folder's recipe names, because they are code."""
-    for name in ("tools", "environment"):
-        setting = source.settings.get(f"rollout.{name}")
-        value = getattr(source.recipe.rollout, name)
+    written: dict[str, str] = {}
+    origin = ""
+    for name in ("rollout.tools", "rollout.environment"):
+        setting = source.settings.get(name)
+        value = getattr(source.recipe.rollout, name.removeprefix("rollout."))
         if value and (setting is None or setting.origin != COMMAND_LINE):
-            named = ", ".join(value) if isinstance(value, list) else value
-            written = f"[{named}]" if isinstance(value, list) else named
-            raise UserError(
-                f"this run would execute the tools {named}",
-                code="code-not-trusted",
-                where=setting.origin if setting else f"rollout.{name}",
-                fix=f"check this code, then add 'rollout.{name}={written}'; to use no tools, add "
-                f"rollout.{name}=null",
-            )
+            written[name] = f"[{','.join(value)}]" if isinstance(value, list) else value
+            origin = origin or (setting.origin if setting else name)
+    if written:
+        raise UserError(
+            f"this run would execute the tools {', '.join(written.values())}",
+            code="code-not-trusted",
+            where=origin,
+            fix="check this code, then add "
+            + " ".join(f"'{name}={value}'" for name, value in written.items())
+            + "; to use no tools, add "
+            + " ".join(f"{name}=null" for name in written),
+        )
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:

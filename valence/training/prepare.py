@@ -56,7 +56,7 @@ from valence.rollouts.tools import Tools
 from valence.targets import with_dtype
 from valence.training.episodes import ToolUse
 from valence.training.optim import check_optimizer, up
-from valence.types import Content, TokenizedCompletion, TokenizedExample
+from valence.types import Chat, Content, TokenizedCompletion, TokenizedExample
 
 MAX_PROCESSES = 1024
 """Of tools: more than the completions that are sampled at once."""
@@ -421,6 +421,8 @@ def prepare(
                 corpora[name] = _compared(corpora[name], corpora["train"])
         if wrong_keys:
             raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
+        if named is not None:
+            _check_row_tools(named, corpora)
         leave_out = _is_held_out(corpora["eval"]) if data.split and "eval" in corpora else None
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             part_method = method_of(part.method)
@@ -458,6 +460,22 @@ def tools_of(rollout: Rollout) -> Tools:
         max_output=rollout.tool_output,
         max_processes=MAX_PROCESSES,
     )
+
+
+def _check_row_tools(tools: Tools, corpora: Mapping[str, Corpus]) -> None:
+    """Raise UserError for a prompt that shows a tool which the run cannot call."""
+    for corpus in corpora.values():
+        for example in corpus.loaded.examples:
+            listed = example.prompt.tools if isinstance(example.prompt, Chat) else ()
+            names = [str(tool.get("function", tool).get("name")) for tool in listed]
+            if unknown := [name for name in names if name not in tools.names]:
+                raise UserError(
+                    f"the row has the tool {unknown[0]!r}, which the run cannot call (its tools: "
+                    f"{', '.join(tools.names)})",
+                    code="tool-of-row-unknown",
+                    where=str(example.origin),
+                    fix="add it to rollout.tools, or remove it from the row",
+                )
 
 
 def _read_list(

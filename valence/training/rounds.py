@@ -413,10 +413,10 @@ class Rounds:
         before, self.reward_digests = self.reward_digests, self.collector.reward_digests
         for name in before.keys() & self.reward_digests.keys():
             if before[name] != self.reward_digests[name]:
-                what = "the tools have" if name == TOOLS else f"reward {name} has"
+                subject = "the tools have" if name == TOOLS else f"reward {name} has"
                 use = "use the new ones" if name == TOOLS else "are scored by its new version"
                 self._messages.warn(
-                    f"{what} changed: from round {self.num_rounds} on, completions {use}"
+                    f"{subject} changed: from round {self.num_rounds} on, completions {use}"
                 )
 
     # State

@@ -114,8 +114,8 @@ def test_tokens_are_those_of_the_conversation(place: Path) -> None:
         for message in completion.episode.messages:
             if message["role"] == "tool":
                 assert f"<tool_response>\n{message['content']}\n</tool_response>" in shown
-        given = compress(completion.tokens, (not is_sampled for is_sampled in completion.mask))
-        text = encoder.tokenizer.decode(list(given))
+        unsampled = compress(completion.tokens, (not is_sampled for is_sampled in completion.mask))
+        text = encoder.tokenizer.decode(list(unsampled))
         num_results = sum(m["role"] == "tool" for m in completion.episode.messages)
         assert text.count("<tool_response>") == num_results
         assert text.count("<|im_start|>assistant\n") == num_results
@@ -323,15 +323,15 @@ def test_a_server_samples_turns_from_the_tokens_so_far(place: Path) -> None:
 
 
 def test_a_server_that_is_lost_costs_no_turn(place: Path) -> None:
-    with serving(Turns()) as whole:
-        train(server_recipe(place, "whole", [whole]))
+    with serving(Turns()) as undisturbed:
+        train(server_recipe(place, "whole", [undisturbed]))
     with serving(Turns()) as first, serving(Turns()) as second:
         kill_at(first, 3)
         train(server_recipe(place, "run", [first, second]))
     assert logged(place) == logged(place, "whole")
     assert first.contexts + second.contexts  # type: ignore[attr-defined]
     both = Counter(first.contexts) + Counter(second.contexts)  # type: ignore[attr-defined]
-    assert both.keys() == Counter(whole.contexts).keys()  # type: ignore[attr-defined]
+    assert both.keys() == Counter(undisturbed.contexts).keys()  # type: ignore[attr-defined]
 
 
 def test_rounds_ahead_have_episodes(place: Path) -> None:
@@ -544,3 +544,11 @@ def test_sampled_episodes_are_scored_by_their_last_turn(
     assert status == 0
     scores = [json.loads(line)["score"] for line in scored.read_text().splitlines()]
     assert scores == turns(read)
+
+
+def test_a_row_shows_only_tools_that_can_be_called(place: Path) -> None:
+    tool = {"type": "function", "function": {"name": "unknown", "parameters": {}}}
+    row = {"prompt": [{"role": "user", "content": "hello"}], "tools": [tool]}
+    (place / "held.jsonl").write_text(json.dumps(row) + "\n")
+    with raises_error("tool-of-row-unknown", where="held.jsonl:1"):
+        built(place)

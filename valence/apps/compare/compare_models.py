@@ -74,6 +74,7 @@ from valence.storage import LOCK_FILE, Lock, add_checksum, part_path, read_json,
 from valence.targets import load_target, with_files
 from valence.terminal import Terminal, print_message
 from valence.training.evaluate import as_text
+from valence.training.open_run import refuse_tools
 from valence.training.reward_models import reward_model, reward_model_must_exist
 from valence.training.saved_models import At
 from valence.types import Completion, Content, Prompt, content_id
@@ -336,9 +337,13 @@ def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool)
 def _check_models(
     targets: Sequence[str], specs: Sequence[Sequence[RewardSettings]], overrides: Sequence[str]
 ) -> None:
-    """Raise UserError for a model or reward model that does not exist. Loads no weights."""
+    """Raise UserError for a model or reward model that does not exist, and for a run with tools that
+    are not trusted. Loads no weights."""
     for target in targets:
-        must_exist(load_target(target, overrides).recipe.model.name, target)
+        source = load_target(target, overrides)
+        must_exist(source.recipe.model.name, target)
+        if is_run(target):
+            refuse_tools(source)
     for entries in specs:
         for entry in list_reward_models(entries):
             reward_model_must_exist(*entry)
