@@ -337,8 +337,9 @@ def _check_judges(specs: Sequence[Sequence[RewardSettings]], *, has_votes: bool)
 def _check_models(
     targets: Sequence[str], specs: Sequence[Sequence[RewardSettings]], overrides: Sequence[str]
 ) -> None:
-    """Raise UserError for a model or reward model that does not exist, and for a run with tools that
-    are not trusted. Loads no weights."""
+    """Raise UserError for a model or reward model that does not exist, and for tools that are not
+    trusted. Loads no weights.
+    """
     for target in targets:
         source = load_target(target, overrides)
         must_exist(source.recipe.model.name, target)
