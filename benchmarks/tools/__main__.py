@@ -137,7 +137,9 @@ class Study:
                 "model": {**self.model, "name": str(start / "model"), "lora": {"rank": 16}},
                 "data": {"train": str(self.trained)},
                 "reward": "benchmarks.tools.calculator:solved",
-                "rollout": ROLLOUT | {"num_rollouts": 8},
+                "rollout": ROLLOUT | {
+                    "num_rollouts": 8, "temperature": 0.7, "measure_kl": False,
+                },
                 "train": {
                     "batch_size": 8, "max_steps": 2 if self.quick else STEPS,
                     "learning_rate": 2e-4, "schedule": "constant", "warmup": 0,

@@ -9,7 +9,9 @@ import pytest
 
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.training.online.recipes import logged, make, recipe
+from tests.training.online.tool_kit import BY_CHANCE, make_with_short_turns, tool_recipe
 from tests.training.resuming import train
+from valence.training import episodes
 from valence.training.collector import Collector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -46,6 +48,23 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
         for item in os.listdir("/proc")
         if item.isdigit() and _is_vllm(Path("/proc") / item, tmp_path)
     ]
+
+
+@needs_vllm
+def test_a_server_samples_the_turns_of_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn is sampled behind the tokens so far: the policy gives the same log-probabilities to
+    the sampled tokens of the whole conversation."""
+    make_with_short_turns(
+        tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+    )
+    monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
+    rollout = {"engine": "vllm", "start": True, "python": str(HERE)}
+    train(tool_recipe(tmp_path, rollout=rollout, train={"max_steps": 3}))
+    rows = logged(tmp_path)[1:]
+    assert all(row["rollout/turns"] > 1.2 and row["rollout/tool_calls"] > 0 for row in rows)
+    assert max(abs(row["sampler/kl"]) for row in rows) < 1e-5
 
 
 def _is_vllm(process: Path, place: Path) -> bool:
