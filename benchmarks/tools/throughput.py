@@ -90,7 +90,7 @@ def main() -> int:
         [str(python), "-c", find], capture_output=True, text=True, check=True,
         env=peer_environment(),
     ).stdout  # fmt: skip
-    template = Path(output.splitlines()[-1]) / "qwen2_5_training.jinja"
+    template = Path(output.splitlines()[-1]) / "qwen2_5.jinja"
     repeated = [row for row in rows for _ in range(NUM_EPISODES)]
     peer = Peer(arguments.model, template, write(folder / "repeated.jsonl", repeated))
     run = valence.build_run(
