@@ -126,6 +126,7 @@ def main() -> int:
     for seed in range(arguments.repeats + 1):
         for name, sample in (("Valence", ours), ("TRL", peer.sample)):
             result = sample(seed)
+            print(f"{name}: {result.seconds:.1f} s{'' if seed else ' (warming up)'}", flush=True)
             if seed:  # the first is to warm up
                 sides[name].append(result)
     facts: dict[str, Any] = {}
