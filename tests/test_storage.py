@@ -152,7 +152,7 @@ class Lines:
 
 def answers() -> Lines:
     def add(store: AnswerFile, n: int) -> None:
-        store.add(Answer(str(n), "m", "v", (), (), (3,), completion(n), Sampling()))
+        store.add(Answer(str(n), "m", "k", "v", (), (), (3,), completion(n), Sampling()))
 
     def read(store: AnswerFile) -> list[int]:
         items: list[int] = []

@@ -13,6 +13,7 @@ from tests.errors import raises_error
 from valence.apps.compare.votes import read_votes
 from valence.apps.serve.chat import Answer
 from valence.apps.serve.feedback import FeedbackStore, Winner
+from valence.apps.serve.prompts import prompt_id
 from valence.rollouts import Sampling
 from valence.types import Completion
 
@@ -34,6 +35,7 @@ def answer(id: str, model: str, prompt: str, text: str) -> Answer:
     return Answer(
         id=id,
         model=model,
+        key=prompt_id(turns, ()),
         prompt=turns,
         tools=(),
         completion=Completion("p", (1,), (-1.0,), text, "eos"),
