@@ -56,9 +56,8 @@ def test_a_server_samples_the_turns_of_episodes(
 ) -> None:
     """Each turn is sampled behind the tokens so far: the policy gives the same log-probabilities to
     the sampled tokens of the whole conversation."""
-    make_with_short_turns(
-        tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
-    )
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    make_with_short_turns(tmp_path, max_position_embeddings=2048, **sizes)
     monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
     rollout = {"engine": "vllm", "start": True, "python": str(HERE)}
     train(tool_recipe(tmp_path, rollout=rollout, train={"max_steps": 3}))
