@@ -198,6 +198,13 @@ SHAPES: dict[str, tuple[str, str, str, str, str]] = {
         "",
         "did you mean loss.beta?",
     ),
+    "slip in a short name": (
+        "rollout: {tool: ['tools:add']}\n",
+        ":7 (rollout.tool)",
+        UNKNOWN,
+        "",
+        "did you mean rollout.tools",
+    ),
     "text that is not a number": (
         "train: {learning_rate: nan}\n",
         ":7 (train.learning_rate)",

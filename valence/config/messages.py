@@ -152,9 +152,11 @@ def _nearest(path: Key, names: Sequence[str], loss_names: Collection[str]) -> st
         elsewhere = [f"loss.{name}", *elsewhere]
     known = _also_called(name)
     siblings = [n for n in names if set(name.lower().split("_")) < set(n.split("_"))]
-    # a slip of a letter is likelier than another section, and that likelier than another word
-    slips = [n for n in get_close_matches(name.lower(), names, 1, 0.9) if n not in siblings]
-    here = [dotted((*path[:-1], n)) for n in (*siblings, *slips)]
+    # a slip of a letter is likelier than another section, and that likelier than another word; a
+    # short name, in which a letter is a larger share, may be one of another section
+    cutoff = 0.9 if elsewhere else 0.85
+    slips = [n for n in get_close_matches(name.lower(), names, 1, cutoff) if n not in siblings]
+    here = [dotted((*path[:-1], n)) for n in (*slips, *siblings)]
     near = [*known, *here, *elsewhere] or [
         dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
     ]

@@ -86,7 +86,7 @@ def check_request(prompts: Sequence[Sequence[int]], n: int, first: int = 0) -> N
             )
 
 
-def completion_seed(seed: int, position: int) -> int:
+def completion_seed(seed: int, position: int | str) -> int:
     """The seed of the first completion of a prompt; that of the completion at index i is this + i.
 
     The seeds of different prompts are far apart.
@@ -126,8 +126,7 @@ class TurnByTurn(Protocol):
 
 def turn_seed(seed: int, item: TurnByTurn) -> int:
     """The seed of the next turn on a server."""
-    place = f"{item.position}/{item.index}/{item.num_turns}"
-    return int.from_bytes(hashlib.sha256(f"{seed}/{place}".encode()).digest()[:8]) >> 2
+    return completion_seed(seed, f"{item.position}/{item.index}/{item.num_turns}")
 
 
 def ignore_progress(num_completions: int) -> None:
