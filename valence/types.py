@@ -504,7 +504,8 @@ class Episode:
     whether its result ``is_cut``. ``end``: ``answer`` (a turn without calls), ``turns`` or
     ``length`` (limits). ``reset_text``: what the environment has added to the last user turn of the
     prompt. ``prompt_ids``: the tokens of the prompt, if it has added something. ``reward``: that of
-    the environment. ``error``: why the episode cannot be scored.
+    the environment, which includes ``turn_rewards``, one for each turn of the policy. ``error``:
+    why the episode cannot be scored.
     """
 
     messages: tuple[Message, ...]
@@ -514,11 +515,13 @@ class Episode:
     reward: float | None = None
     error: str = ""
     reset_text: str = ""
+    turn_rewards: tuple[float, ...] = ()
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Episode:
         """The episode of ``dataclasses.asdict``, also after JSON."""
-        lists = {name: tuple(record[name]) for name in ("messages", "calls", "prompt_ids")}
+        names = ("messages", "calls", "prompt_ids", "turn_rewards")
+        lists = {name: tuple(record.get(name, ())) for name in names}
         return replace(cls(**record), **lists)
 
 
@@ -565,6 +568,13 @@ class Completion:
         return self.mask or (True,) * len(self.tokens)
 
     @property
+    def num_turns(self) -> int:
+        """Number of turns of the policy."""
+        if self.episode is None:
+            return 1
+        return sum(message["role"] == "assistant" for message in self.episode.messages)
+
+    @property
     def sampled_tokens(self) -> tuple[int, ...]:
         """The tokens that were sampled."""
         return tuple(compress(self.tokens, self.sampled))
@@ -576,18 +586,21 @@ class Score:
 
     ``value``: None if the reward failed; ``error`` then has the reason. A failure never has a
     number. ``parts``: the numbers that the value is computed from, by name. ``feedback``: what the
-    reward says about the completion in words, such as the error message of a test.
+    reward says about the completion in words, such as the error message of a test. ``turns``: for
+    a completion of several turns, how much of the value each turn has earned; what they do not
+    add up to belongs to the last one.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     feedback: str = ""
+    turns: Sequence[float] = ()
 
     @property
     def record(self) -> list[Any]:
         """The fields in a form that processes can exchange; ``Score(*record)`` restores it."""
-        return [self.value, dict(self.parts), self.error, self.feedback]
+        return [self.value, dict(self.parts), self.error, self.feedback, list(self.turns)]
 
 
 class Reward(Protocol):

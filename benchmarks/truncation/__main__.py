@@ -57,21 +57,15 @@ def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 @wraps(gae)
 def bootstrap(
-    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, **settings: Any
+    reward_t: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, **settings: Any
 ) -> Any:
     """``gae`` with the value before the last token behind completions that have MAX_NEW_TOKENS
     tokens.
     """
-    lengths = owner.bincount(minlength=len(reward))
-    following = settings["gamma"] * value_t[lengths.cumsum(0) - 1]
-    return gae(
-        torch.where(lengths == MAX_NEW_TOKENS, reward + following, reward),
-        owner,
-        old_t,
-        ref_t,
-        value_t,
-        **settings,
-    )
+    lengths = owner.bincount()
+    last = lengths.cumsum(0)[lengths == MAX_NEW_TOKENS] - 1
+    following = settings["gamma"] * value_t[last]
+    return gae(reward_t.index_add(0, last, following), owner, old_t, ref_t, value_t, **settings)
 
 
 RULES = {"bootstrap": bootstrap, "zero": gae}

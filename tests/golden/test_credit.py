@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -21,13 +21,21 @@ from valence.losses.advantage import adapted, gae
 
 @dataclass(frozen=True)
 class Sampled:
-    """A completion: its prompt, its reward, and log-probabilities and value of each token."""
+    """A completion: its prompt, its reward, log-probabilities and value of each token, and what
+    the last tokens of earlier turns have earned of the reward, by position.
+    """
 
     group: int
     reward: float
     old: tuple[float, ...]
     ref: tuple[float, ...]
     value: tuple[float, ...]
+    earned: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    def at(self, t: int) -> float:
+        """The reward at a token."""
+        last = self.reward - sum(self.earned.values()) if t == len(self.old) - 1 else 0.0
+        return last + self.earned.get(t, 0.0)
 
 
 def drawn(lengths: Sequence[int], groups: Sequence[int], seed: int = 0) -> list[Sampled]:
@@ -43,6 +51,7 @@ def drawn(lengths: Sequence[int], groups: Sequence[int], seed: int = 0) -> list[
 
 
 ROUND = drawn([4, 1, 7, 3, 2, 5, 1], [0, 5, 0, 0, 5, 2, 0])
+TURNS = [replace(a, earned={1: 0.7, 4: -2.0} if len(a.old) == 7 else {}) for a in ROUND]
 
 
 def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
@@ -53,6 +62,7 @@ def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
     owner = [i for i, a in enumerate(answers) for _ in a.old]
     return settings | {
         "reward": column(*(a.reward for a in answers)),
+        "reward_t": column(*(a.at(t) for a in answers for t in range(len(a.old)))),
         "group": torch.tensor([a.group for a in answers], dtype=torch.long),
         "owner": torch.tensor(owner, dtype=torch.long),
     }
@@ -101,10 +111,15 @@ def test_answers_compared_with_those_to_the_same_prompt(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("answers", [ROUND, TURNS], ids=["whole", "turns"])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.3])
-def test_reward_to_go(kl_beta: float) -> None:
-    plain = [a.reward - kl_beta * k1(a, t) for a in ROUND for t in range(len(a.old))]
-    assert credit("reinforce_pp", ROUND, kl_beta=kl_beta) == pytest.approx(
+def test_reward_to_go(kl_beta: float, answers: Sequence[Sampled]) -> None:
+    plain = [
+        sum(a.at(i) for i in range(t, len(a.old))) - kl_beta * k1(a, t)
+        for a in answers
+        for t in range(len(a.old))
+    ]
+    assert credit("reinforce_pp", answers, kl_beta=kl_beta) == pytest.approx(
         standardised(plain), rel=1e-9
     )
 
@@ -113,8 +128,8 @@ def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list
     """A_t by its definition, a sum over all later tokens."""
     last = len(answer.old) - 1
     after = [*answer.value[1:], 0.0]
-    gained = [-kl_beta * (o - r) for o, r in zip(answer.old, answer.ref, strict=True)]
-    gained[last] += answer.reward
+    spent = [kl_beta * (o - r) for o, r in zip(answer.old, answer.ref, strict=True)]
+    gained = [answer.at(t) - cost for t, cost in enumerate(spent)]
     delta = [gained[t] + gamma * after[t] - answer.value[t] for t in range(last + 1)]
     return [
         sum((gamma * lam) ** (i - t) * delta[i] for i in range(t, last + 1))
@@ -124,14 +139,17 @@ def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.2])
-def test_generalised_advantages(gamma: float, lam: float, kl_beta: float) -> None:
-    inputs = tensors(ROUND)
+@pytest.mark.parametrize("answers", [ROUND, TURNS], ids=["whole", "turns"])
+def test_generalised_advantages(
+    gamma: float, lam: float, kl_beta: float, answers: Sequence[Sampled]
+) -> None:
+    inputs = tensors(answers)
     result = gae(
         *(inputs[name] for name in positional(gae)), kl_beta=kl_beta, gamma=gamma, gae_lambda=lam
     )
-    plain = [adv for a in ROUND for adv in estimates(a, kl_beta, gamma, lam)]
+    plain = [adv for a in answers for adv in estimates(a, kl_beta, gamma, lam)]
     assert result["adv"].tolist() == pytest.approx(standardised(plain), rel=1e-9)
-    returns = [adv + v for adv, v in zip(plain, (v for a in ROUND for v in a.value), strict=True)]
+    returns = [adv + v for adv, v in zip(plain, (v for a in answers for v in a.value), strict=True)]
     assert result["return"].tolist() == pytest.approx(returns, rel=1e-9)
 
 

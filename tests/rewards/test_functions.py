@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.rewards.kit import (
 from valence.rewards import threads
 from valence.rewards.calls import Calls
 from valence.rewards.functions import MAX_ABANDONED, Function, parse_scores, trl_columns
-from valence.types import Completion, Score
+from valence.types import Completion, Episode, Score
 
 NUMBER = iter(range(10**6))
 
@@ -219,9 +220,10 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
     ("1.0", ["float"]), ("'12'", ["str"]),
     ("{0: 1.0, 1: 2.0}", ["dict"]), ("(x for x in [1.0, 2.0])", ["generator"]),
     ("[None, None]", ["None"]),
-    ("['1.0', '1.0']", ["'1.0'", "str"]), ("[[1.0], [1.0]]", ["[1.0]", "list"]),
+    ("['1.0', '1.0']", ["'1.0'", "str"]), ("[[[1.0]], [[1.0]]]", ["[[1.0]]", "list"]),
+    ("[[], []]", ["[]", "list"]), ("[[1.0, 'a']] * 2", ["'a'", "str"]),
     ("[1j, 1j]", ["1j", "complex"]),
-    ("[10**400] * 2", ["float"]), ("__import__('torch').tensor([[1.0], [1.0]])", ["[1.0]", "list"]),
+    ("[10**400] * 2", ["float"]), ("__import__('torch').ones(2, 1, 1)", ["[[1.0]]", "list"]),
     ("__import__('torch').tensor(1.0)", ["float"]),
     ("__import__('numpy').array(['1', '1'])", ["'1'", "str"]),
 ])  # fmt: skip
@@ -275,6 +277,21 @@ def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
     assert has_words(result[1].error, "grammar", "nan")
     assert result[2].error == "f: no judge"
     assert result[3].error.startswith("f: ")
+
+
+def test_a_list_rewards_each_turn(write: Any) -> None:
+    turns = [{"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+    completion = replace(answer("a"), episode=Episode(tuple(turns)))
+    module = write("""
+        from valence.types import Score
+
+        def f(completions):
+            return [[0.25, 1], Score(2.0, turns=[0.5, 0.5]), [1.0], [1.0, float("nan")], [2, None]]
+    """)
+    result = scores(reward(f"{module}:f"), [completion] * 5)
+    assert [score.value for score in result] == [1.25, 2.0, None, None, None]
+    assert [tuple(score.turns) for score in result[:2]] == [(0.25, 1.0), (0.5, 0.5)]
+    assert has_words(result[2].error, 1, 2, "turns")
 
 
 def test_a_text_with_the_number_is_feedback(write: Any) -> None:

@@ -474,7 +474,6 @@ def test_functions_are_called_in_a_process(
 
     async def use(session: ToolSession) -> None:
         assert await session.reset({"prompt": "a"}) is None
-        assert await session.reward() is None
         assert (await session.call("add", {"a": 2, "b": 3})).text == "5"
         assert (await session.call("add", {"a": 2})).text == "3"
         assert (await session.call("add_later", {"a": 2, "b": 3})).text == "5"

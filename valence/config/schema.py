@@ -810,7 +810,7 @@ class Rollout(Section):
     object of it.
 
     `reset` gets the columns of the row, and may return a text to append to the prompt. `get_reward`
-    is optional; the reward is then `environment`, if no other is set.
+    and `get_turn_reward` are optional; the reward is then `environment`, if no other is set.
     """
     max_turns: PositiveInt = 8
     """With tools: most turns of the policy in a completion. The calls of the last one are not made.

@@ -131,8 +131,8 @@ def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 # Of a whole round: reward[S], group[S] (prompt of each completion), owner[N] (completion of each
-# token, ascending), old_t[N], ref_t[N] (nats), value_t[N] (estimate before each token). All return
-# adv_t[N].
+# token, ascending), reward_t[N] (that of a turn at its last token; the sum over a completion is its
+# reward), old_t[N], ref_t[N] (nats), value_t[N] (estimate before each token). All return adv_t[N].
 
 
 def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
@@ -172,22 +172,22 @@ def of_leave_one_out(
 
 
 def of_reward_to_go(
-    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01
+    reward_t: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01
 ) -> Tensor:
     """Reward minus the KL penalty of the remaining tokens, normalized over the round's tokens.
 
-    A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of
-    the round. Hu 2025, arXiv 2501.03262.
+    A_t = sum_{i>=t} (r_i - kl_beta*(old_i - ref_i)), then (A_t - mean)/(std + 1e-4) over the tokens
+    of the round; r_i is the reward of a turn at its last token, 0 elsewhere. Hu 2025, arXiv
+    2501.03262.
 
     kl_beta: penalty per nat of KL from the reference (units of reward).
     """
-    kl, place = _laid_out(k1(old_t, ref_t).to(reward), owner, len(reward))
-    to_go = kl.flip(1).cumsum(1).flip(1)[owner, place]
-    return whitened(reward[owner] - kl_beta * to_go)
+    reward, kl = _to_go(reward_t, owner), _to_go(k1(old_t, ref_t).to(reward_t), owner)
+    return whitened(reward - kl_beta * kl)
 
 
 def gae(
-    reward: Tensor,
+    reward_t: Tensor,
     owner: Tensor,
     old_t: Tensor,
     ref_t: Tensor,
@@ -202,10 +202,11 @@ def gae(
     """Generalized advantage estimation: the estimated return of a token minus the value estimate.
 
     d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t; r_t =
-    -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token; then
-    (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015, arXiv 1506.02438,
-    Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Here, r_t is the reward of a token and
-    d_t its temporal-difference error. Truncated completions are treated like complete ones.
+    -kl_beta*(old_t - ref_t), plus the reward of a turn at its last token; V and A are 0 after the
+    last token; then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015,
+    arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Here, r_t is the
+    reward of a token and d_t its temporal-difference error. Truncated completions are treated like
+    complete ones.
 
     Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
 
@@ -218,20 +219,17 @@ def gae(
     gae_lambda: how far the return estimate looks ahead: 0 to the next value, 1 to the end.
     """
     del kl_target, kl_horizon  # see adapted
-    count = len(reward)
-    value, place = _laid_out(value_t.to(reward), owner, count)
-    rewards, _ = _laid_out(-kl_beta * k1(old_t, ref_t).to(reward), owner, count)
-    last = owner.bincount(minlength=count) - 1
-    rewards[torch.arange(count, device=owner.device), last] += reward
+    value, place = _laid_out(value_t.to(reward_t), owner)
+    rewards, _ = _laid_out(reward_t - kl_beta * k1(old_t, ref_t).to(reward_t), owner)
     next_value = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)  # 0 from the end on
     delta = rewards + gamma * next_value - value
     advantages = torch.zeros_like(delta)
-    next_advantage = torch.zeros_like(reward)
+    next_advantage = delta.new_zeros(len(delta))
     for t in range(delta.shape[1] - 1, -1, -1):
         next_advantage = delta[:, t] + gamma * gae_lambda * next_advantage  # 0 after the last token
         advantages[:, t] = next_advantage
     adv = advantages[owner, place]
-    return {"adv": whitened(adv), "return": adv + value_t.to(reward)}
+    return {"adv": whitened(adv), "return": adv + value_t.to(reward_t)}
 
 
 def adapted(kl_beta: float, kl: float, target: float, horizon: float, count: int) -> float:
@@ -246,9 +244,15 @@ def adapted(kl_beta: float, kl: float, target: float, horizon: float, count: int
     return kl_beta * (1 + min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR) * count / horizon)
 
 
-def _laid_out(values: Tensor, owner: Tensor, answers: int) -> tuple[Tensor, Tensor]:
+def _to_go(values: Tensor, owner: Tensor) -> Tensor:
+    """The sum of the values of a token and those after it in its completion: [N]."""
+    rows, place = _laid_out(values, owner)
+    return rows.flip(1).cumsum(1).flip(1)[owner, place]
+
+
+def _laid_out(values: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
     """Token values [N] padded with zeros to [S, max length], and each token's position [N]."""
-    counts = owner.bincount(minlength=answers)
+    counts = owner.bincount()  # of the tokens of each completion
     place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-    rows = values.new_zeros(answers, int(counts.max()) if answers else 0)
+    rows = values.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
     return rows.index_put((owner, place), values), place

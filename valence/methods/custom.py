@@ -17,7 +17,7 @@ from valence.types import Kind
 from valence.user_code.attempt import Raised, attempt, describe_error
 from valence.user_code.load import definition_place, describe_raised
 
-ADVANTAGE_INPUTS = ("reward", "group", "owner", "old_t", "ref_t")
+ADVANTAGE_INPUTS = ("reward", "reward_t", "group", "owner", "old_t", "ref_t")
 """Tensors that users' advantages may read, see ``losses.advantage``."""
 FITTING: dict[View, tuple[frozenset[Average], tuple[Kind, ...]]] = {
     "token": (PER_TOKEN, ("demonstration", "ranking")),
@@ -43,7 +43,9 @@ SCALES = (1.0, 60.0)
 
 def is_advantage(value: Any) -> bool:
     """Whether this is an advantage function, which reads the reward."""
-    return not isinstance(value, Loss) and callable(value) and "reward" in _inputs(value)
+    if isinstance(value, Loss) or not callable(value):
+        return False
+    return not {"reward", "reward_t"}.isdisjoint(_inputs(value))
 
 
 def custom_loss(value: Any, target: str) -> Loss:
@@ -191,6 +193,7 @@ def check_advantage(
     logps = -torch.rand(2, len(owner), dtype=torch.float64)
     tensors = {
         "reward": torch.tensor([0.5, 1.0, 0.0, 2.0, 2.0], dtype=torch.float64),
+        "reward_t": torch.tensor([0, 0.5, 1, 0, 0.5, 1.5, 0, 1, 1], dtype=torch.float64),
         "group": torch.tensor([0, 0, 1, 1, 1]),
         "owner": owner,
         "old_t": logps[0],

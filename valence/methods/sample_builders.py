@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
-from itertools import compress
+from itertools import compress, groupby
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,7 +34,8 @@ class RolloutGroup:
     and `value`, if the method reads them. feedback: what the rewards say about each completion.
     teachers: for each completion, the prompt of its teacher if that reads more than the policy:
     empty if there is nothing to read, None if it is too long. shared_vocabulary: number of token
-    ids that mean the same to policy and teacher; None: all.
+    ids that mean the same to policy and teacher; None: all. turn_rewards: for each completion, how
+    much of its reward each turn has earned; if empty, the last turn has earned all of it.
     """
 
     prompt: TokenizedExample
@@ -44,6 +45,7 @@ class RolloutGroup:
     feedback: tuple[str, ...] = ()
     teachers: tuple[tuple[int, ...] | None, ...] = ()
     shared_vocabulary: int | None = None
+    turn_rewards: tuple[Rewards, ...] = ()
 
     @property
     def tied(self) -> bool:
@@ -378,9 +380,24 @@ def per_token(answer: Completion, values: Iterable[float]) -> tuple[float, ...]:
     return tuple(next(remaining) if is_sampled else 0.0 for is_sampled in answer.sampled)
 
 
+def token_rewards(answer: Completion, reward: float, turns: Rewards) -> list[float]:
+    """The reward of each sampled token: that of a turn at its last token, and what the other turns
+    leave of the reward at the last token of all.
+    """
+    rewards: list[float] = []
+    of_turns = iter(turns)
+    for is_sampled, tokens in groupby(answer.sampled):
+        if is_sampled:
+            rewards += [0.0] * len(list(tokens))
+            rewards[-1] = next(of_turns, 0.0)
+    rewards[-1] = reward - sum(rewards[:-1])
+    return rewards
+
+
 def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
     """The inputs of an advantage function, for S completions with N sampled tokens in their order:
-    reward[S], group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured.
+    reward[S], group[S], owner[N], reward_t[N], and old_t[N], ref_t[N], value_t[N] where they were
+    measured.
     """
     import torch
 
@@ -391,6 +408,17 @@ def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
         "reward": torch.tensor(rewards, dtype=torch.float64),
         "group": torch.tensor([g for g, group in enumerate(round) for _ in group.answers]),
         "owner": torch.arange(len(lengths)).repeat_interleave(lengths),
+        "reward_t": torch.tensor(
+            [
+                reward
+                for group in round
+                for i, answer in enumerate(group.answers)
+                for reward in token_rewards(
+                    answer, group.rewards[i], group.turn_rewards[i] if group.turn_rewards else ()
+                )
+            ],
+            dtype=torch.float64,
+        ),
     }
     for name in ("old", "ref", "value"):
         values = [columns.get(name) for group in round for columns in group.columns]

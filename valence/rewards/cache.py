@@ -130,6 +130,7 @@ class ScoreCache:
             self._lines.append(
                 {"key": key, "value": s.value, "parts": dict(s.parts)}
                 | ({"feedback": s.feedback} if s.feedback else {})
+                | ({"turns": list(s.turns)} if s.turns else {})
                 for key, s in new.items()
             )
 
@@ -209,7 +210,7 @@ def cache_key(completion: Completion) -> str | None:
         "stop": completion.stop,
         "info": completion.info,
         **({"tools": completion.tools} if completion.tools else {}),
-        **({"turns": [episode.messages, episode.reward]} if episode else {}),
+        **({"turns": [episode.messages, episode.reward, *episode.turn_rewards]} if episode else {}),
     }
     try:
         return digest(content)
@@ -233,11 +234,11 @@ def _parse_score(entry: Mapping[str, Any]) -> tuple[str, Score]:
     """Key and score of a line. Raises ValueError for another one."""
     try:
         key, value, parts = entry["key"], entry["value"], entry["parts"]
-        feedback = entry.get("feedback", "")
-        numbers = [value, *parts.values()]
+        feedback, turns = entry.get("feedback", ""), entry.get("turns", [])
+        numbers = [value, *parts.values(), *turns]
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(str(error)) from error
     is_finite = all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
     if not (isinstance(key, str) and isinstance(feedback, str) and is_finite):
         raise ValueError("not a score")
-    return key, Score(value, parts, feedback=feedback)
+    return key, Score(value, parts, feedback=feedback, turns=tuple(turns))

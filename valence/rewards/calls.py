@@ -119,8 +119,8 @@ class Calls:
                     await self.sleep(error.after + pause)
                     retries += 1
                 else:
-                    assert len(scores) == len(batch)
-                    return [checked(score) for score in scores]
+                    pairs = zip(scores, batch, strict=True)
+                    return [checked(score, completion.num_turns) for score, completion in pairs]
 
     def _slot(self) -> asyncio.Semaphore:
         """The semaphore of the running event loop; a program may use several in turn."""
@@ -150,18 +150,22 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def checked(score: Score) -> Score:
-    """Return the score, or a failed one if its value or one of its parts is not a finite number, or
-    if its feedback is not text.
+def checked(score: Score, num_turns: int | None = None) -> Score:
+    """Return the score, or a failed one if its value, one of its parts or of its turns is not a
+    finite number, or if its feedback is not text. num_turns: of the completion, if that is known.
     """
     if score.value is None:
         return score if score.error else Score(None, score.parts, "the reward returned no score")
     if not isinstance(score.feedback, str):
         return Score(None, error=f"the feedback is {describe(score.feedback)}, not text")
-    for name, value in {"": score.value, **score.parts}.items():
+    turns = {f"the reward of turn {i}": value for i, value in enumerate(score.turns, 1)}
+    parts = {f"the part {name}": value for name, value in score.parts.items()}
+    for subject, value in {"the score": score.value, **parts, **turns}.items():
         if not _is_finite(value):
-            subject = f"the part {name}" if name else "the score"
             return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
+    if num_turns is not None and len(score.turns) not in (0, num_turns):
+        problem = f"{len(score.turns)} rewards of turns for a completion of {num_turns} turns"
+        return Score(None, error=problem)
     # a command's output may have characters that no tokenizer accepts
     return replace(score, feedback=score.feedback.encode("utf-8", "replace").decode().strip())
 

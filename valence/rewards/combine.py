@@ -33,7 +33,7 @@ class Combined:
 
     If one fails, the sum fails: the rest of a sum is a different reward. The parts of a score are
     the rewards after clipping and before weighting, and (``name/part``) their own parts. The
-    feedback is that of all rewards in the sum.
+    feedback is that of all rewards in the sum, and the rewards of turns are their weighted sums.
     """
 
     parts: tuple[RewardPart, ...]
@@ -64,7 +64,7 @@ class Combined:
     def _sum(self, scores: Sequence[Score]) -> Score:
         numbers: dict[str, float] = {}
         errors: list[str] = []
-        values: list[tuple[RewardPart, float, str]] = []
+        values: list[tuple[RewardPart, float, Score]] = []
         for part, score in zip(self.parts, scores, strict=True):
             name = part.reward.name
             numbers |= {f"{name}/{part_name}": value for part_name, value in score.parts.items()}
@@ -72,7 +72,7 @@ class Combined:
                 errors.append(f"{name}: {score.error}")
                 continue
             numbers[name] = part.clipped(score.value)
-            values.append((part, numbers[name], score.feedback))
+            values.append((part, numbers[name], score))
         failed_calls = [score for score in scores if isinstance(score, FailedCall)]
         if failed_calls:
             return FailedCall(
@@ -87,5 +87,7 @@ class Combined:
         total = sum(part.weight * value for part, value, _ in counted)
         if not math.isfinite(total):
             return Score(None, numbers, f"the weighted sum is {total}, not a finite number")
-        texts = dict.fromkeys(text for _, _, text in counted if text)
-        return Score(total, numbers, feedback="\n\n".join(texts))
+        texts = dict.fromkeys(score.feedback for _, _, score in counted if score.feedback)
+        turns = [[part.weight * x for x in score.turns] for part, _, score in counted]
+        of_turns = [sum(column) for column in zip(*filter(None, turns), strict=True)]
+        return Score(total, numbers, feedback="\n\n".join(texts), turns=tuple(of_turns))

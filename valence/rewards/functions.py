@@ -328,7 +328,10 @@ def parse_scores(result: Any, number: int, place: str) -> list[Score]:
 
 
 def _score(value: Any, place: str) -> Score:
-    """Whether its numbers are finite is checked later, for all rewards."""
+    """The score that a function has returned for a completion: a number, a number with a text, a
+    list with a number for each turn, or a Score. Whether its numbers are finite is checked later,
+    for all rewards.
+    """
     if _has_text(value):
         value = Score(value[0], feedback=value[1])
     if isinstance(value, Score):
@@ -336,6 +339,11 @@ def _score(value: Any, place: str) -> Score:
         return inner if inner.value is None else replace(value, value=inner.value)
     if value is None:
         return Score(None, error=f"returned None ({place})")
+    if _has_turns(value):
+        turns = [_score(turn, place) for turn in value]
+        failed = [turn for turn in turns if turn.value is None]
+        numbers = tuple(turn.value or 0.0 for turn in turns)
+        return failed[0] if failed else Score(sum(numbers), turns=numbers)
     if callable(getattr(value, "item", None)):  # numpy or torch
         value = attempt(value.item)
     if not isinstance(value, Real):  # booleans are numbers in Python
@@ -351,6 +359,12 @@ def _score(value: Any, place: str) -> Score:
 def _has_text(value: object) -> bool:
     """Whether a value is a number with a text."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+
+
+def _has_turns(value: Any) -> bool:
+    """Whether a value may be a list with a number for each turn."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and not any(isinstance(turn, list) for turn in value)
 
 
 def function_of(target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function:

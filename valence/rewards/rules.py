@@ -30,7 +30,7 @@ from valence.types import Completion, Score
 from valence.user_code.attempt import Raised, attempt
 from valence.user_code.settings import setting_docs, settings_model
 
-Rule = Callable[[Completion], float]
+Rule = Callable[[Completion], float | Score]
 INSTALL = install_command("rewards")
 LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "jsonschema"}
 """Libraries that rules use."""
@@ -260,16 +260,16 @@ def zero() -> Rule:
 
 
 def environment() -> Rule:
-    """The reward that `get_reward` of the environment returns (`rollout.environment`)."""
+    """What `get_turn_reward` and `get_reward` of the environment return (`rollout.environment`)."""
 
-    def rule(completion: Completion) -> float:
+    def rule(completion: Completion) -> Score:
         episode = completion.episode
         if episode is None or episode.reward is None:
             raise UnscoredError(
                 "the completion has no reward of an environment: set rollout.environment to a "
-                "class with get_reward"
+                "class with get_reward or get_turn_reward"
             )
-        return episode.reward
+        return Score(episode.reward, turns=episode.turn_rewards)
 
     return rule
 
@@ -382,7 +382,7 @@ class Rules:
     def _score(self, completion: Completion) -> Score:
         value = attempt(partial(self.rule, completion))
         if not isinstance(value, Raised):
-            return Score(value)
+            return value if isinstance(value, Score) else Score(value)
         if isinstance(value.error, UnscoredError):
             return Score(None, error=str(value.error))
         return Score(None, error=f"raised {type(value.error).__name__}: {value.error}")

@@ -67,7 +67,7 @@ class ToolWorker:
         handlers: dict[str, Callable[[], dict[str, Any]]] = {
             "call": lambda: self._call(message["name"], message["arguments"]),
             "reset": lambda: self._reset(message["row"]),
-            "reward": self._reward,
+            "reward": lambda: self._reward(message["name"]),
             "close": self._close,
         }
         reply = attempt(handlers[kind])
@@ -113,14 +113,14 @@ class ToolWorker:
             raise TypeError(f"reset returned {describe(text)} instead of text or None")
         return {"text": None if text is None else printable(text)}
 
-    def _reward(self) -> dict[str, Any]:
-        value = self._run(self._instance().get_reward)
+    def _reward(self, name: str) -> dict[str, Any]:
+        value = self._run(getattr(self._instance(), name))
         if callable(getattr(value, "item", None)):  # numpy or torch
             value = value.item()
         if not isinstance(value, Real):
-            raise TypeError(f"get_reward returned {describe(value)} instead of a number")
+            raise TypeError(f"{name} returned {describe(value)} instead of a number")
         if not math.isfinite(value):
-            raise ValueError(f"get_reward returned {describe(value)}, which is not finite")
+            raise ValueError(f"{name} returned {describe(value)}, which is not finite")
         return {"value": float(value)}
 
     def _close(self) -> dict[str, Any]:

@@ -53,9 +53,10 @@ GRACE_SECONDS = 0.05
 MAX_REPLY_BYTES = 2**26
 MAX_ABANDONED = 8
 """Maximum number of threads whose tools have not returned within the time limit."""
-RESERVED = ("reset", "get_reward", "close")
+RESERVED = ("reset", "get_reward", "get_turn_reward", "close")
 """Public methods of an environment that are no tools."""
 
+RewardMethod = Literal["get_reward", "get_turn_reward"]
 ToolFailure = Literal["", "exception", "timeout", "unknown_tool", "arguments", "lost", "malformed"]
 
 
@@ -135,8 +136,8 @@ class Tools:
     """The tools of a run.
 
     functions: import paths of functions (``module:name``). environment: import path of a class, or
-    of a function without arguments that creates an instance. timeout: seconds of a call, of
-    ``reset`` and of ``get_reward``, after which the process of the sample is killed. max_output:
+    of a function without arguments that creates an instance. timeout: seconds of a call and of
+    each other method, after which the process of the sample is killed. max_output:
     characters of a result; longer ones are cut. max_processes: processes at a time; further
     sessions wait until another one is closed. where: the section of the recipe, for messages.
 
@@ -207,6 +208,11 @@ class Tools:
     def has_reward(self) -> bool:
         """Whether the environment has a method ``get_reward``."""
         return self._environment is not None and self._environment.has_reward
+
+    @property
+    def has_turn_reward(self) -> bool:
+        """Whether the environment has a method ``get_turn_reward``."""
+        return self._environment is not None and self._environment.has_turn_reward
 
     @property
     def is_replayable(self) -> bool:
@@ -401,15 +407,13 @@ class ToolSession:
             return ToolResult(text, "exception", reply["is_cut"], seconds, reply["detail"])
         return ToolResult(reply["text"], "", reply["is_cut"], seconds)
 
-    async def reward(self) -> float | None:
-        """The environment's ``get_reward``; None if there is none.
+    async def reward(self, method: RewardMethod = "get_reward") -> float:
+        """What a method of the environment returns.
 
         Raises ToolError if it fails, does not return a finite number, or the state is lost: then
         the sample has no score.
         """
-        if not self._tools.has_reward:
-            return None
-        return (await self._ask_environment({"kind": "reward"}, "get_reward"))["value"]
+        return (await self._ask_environment({"kind": "reward", "name": method}, method))["value"]
 
     async def close(self) -> None:
         """Call the environment's ``close``, if it has one, and end the process of the session.
@@ -525,6 +529,7 @@ class Environment:
             )
         self._reset_parameters = _parameters(reset, is_method=True)
         self.has_reward = callable(getattr(cls, "get_reward", None))
+        self.has_turn_reward = callable(getattr(cls, "get_turn_reward", None))
         self.has_close = callable(getattr(cls, "close", None))
         self.is_replayable = bool(getattr(cls, "replayable", True))
         self.tools = [

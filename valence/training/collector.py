@@ -634,9 +634,13 @@ class Collector:
                     reward - self._overlong_penalty(len(sampled[i].tokens))
                     for i, reward in zip(places, rewards, strict=True)
                 )
+                turns = tuple(tuple(scored[i].turns) for i in places)
                 example, answers = with_prompts(prompt.example, [sampled[i] for i in places])
                 feedback = tuple(scored[i].feedback for i in places)
-                groups.append(RolloutGroup(example, tuple(answers), shaped, feedback=feedback))
+                group = RolloutGroup(
+                    example, tuple(answers), shaped, feedback=feedback, turn_rewards=turns
+                )
+                groups.append(group)
         if not self._prepared.recipe.is_unrewarded:
             tally.add("rollout/tied", [float(group.tied) for group in groups])
         tally.add("rollout/duplicates", duplicates([c.tokens for g in completions for c in g]))

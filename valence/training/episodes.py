@@ -21,7 +21,7 @@ from valence.data.vocab import RowError
 from valence.errors import UserError
 from valence.rollouts.hf import HFGenerator, uniforms
 from valence.rollouts.protocol import Sampling, completion_seed
-from valence.rollouts.tools import ToolError, ToolResult, Tools, ToolSession
+from valence.rollouts.tools import RewardMethod, ToolError, ToolResult, Tools, ToolSession
 from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
@@ -116,6 +116,7 @@ class EpisodeRun:
         self.num_turns, self.text = 0, ""
         self.end: End = "answer"
         self.error, self.reward = "", None
+        self.turn_rewards: list[float] = []
         self._session: ToolSession | None = None
 
     @property
@@ -167,6 +168,7 @@ class EpisodeRun:
         self._add(tokens, logps)
         self.versions += versions
         self.num_turns += 1
+        self.turn_rewards.append(0.0)
         encoder = self.use.encoder
         self.text = str(encoder.tokenizer.decode(list(tokens), skip_special_tokens=True))
         turn = parse_turn(
@@ -185,6 +187,8 @@ class EpisodeRun:
         if self.num_turns == self.use.max_turns:
             return await self._finish("turns")
         results = [await self._call(call) for call in turn.calls]
+        if turn.calls and self.use.tools.has_turn_reward:
+            self.turn_rewards[-1] += await self._ask_reward("get_turn_reward")
         try:
             if turn.error:
                 results = [self._answer_of(turn.error)]
@@ -252,13 +256,21 @@ class EpisodeRun:
 
     async def _finish(self, end: End) -> bool:
         self.end = end
-        if self.use.tools.has_reward:
-            try:
-                self.reward = await (await self._opened()).reward()
-            except ToolError as error:
-                self.error = f"get_reward of the environment failed: {error}"
+        tools = self.use.tools
+        if tools.has_reward:
+            self.turn_rewards[-1] += await self._ask_reward("get_reward")
+        if (tools.has_reward or tools.has_turn_reward) and not self.error:
+            self.reward = sum(self.turn_rewards)
         await self.close()
         return False
+
+    async def _ask_reward(self, method: RewardMethod) -> float:
+        """A reward of the environment. If it fails, the episode has no score."""
+        try:
+            return await (await self._opened()).reward(method)
+        except ToolError as error:
+            self.error = self.error or f"{method} of the environment failed: {error}"
+            return 0.0
 
     async def close(self) -> None:
         """End the environment and the process of the tools."""
@@ -287,6 +299,7 @@ class EpisodeRun:
                 reward=self.reward,
                 error=self.error,
                 reset_text=self.reset_text,
+                turn_rewards=tuple(self.turn_rewards) if self.use.tools.has_turn_reward else (),
             ),
         )
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import compress
+from itertools import chain, compress, groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.training.online.recipes import logged
 from tests.training.online.test_servers import kill_at
 from tests.training.online.tool_kit import (
     BY_CHANCE,
+    COUNTER,
     SCALE,
     SHOP,
     TURNS,
@@ -34,6 +35,7 @@ from valence.data.load import load, sources_from
 from valence.jobs.reward_rows import sampled_completion
 from valence.jobs.sample_rows import sample_rows
 from valence.methods import ONLINE
+from valence.methods.sample_builders import RolloutGroup, per_token, token_rewards
 from valence.options import SampleOptions
 from valence.reports.verdict import outputs
 from valence.rollouts import HFGenerator, Sampling
@@ -228,6 +230,69 @@ def test_prompts_of_environments_are_context(place: Path) -> None:
             compress(original.tokens, original.mask)
         )
     assert " Buy 1" not in encoder.tokenizer.decode(list(example.prompt_ids))
+
+
+@pytest.mark.parametrize("method", ["ppo", "reinforce_pp", "grpo"])
+def test_an_environment_rewards_turns(method: str, place: Path) -> None:
+    settings = tool_recipe(
+        place, method, reward=[], rollout={"tools": None, "environment": COUNTER}
+    )
+    run = valence.build_run(settings)
+    groups = run.sample(list(run.prepared.corpora["train"].loaded.examples), SAMPLING, 4)
+    collector = run.examples.collector  # type: ignore[union-attr]
+    scores = collector.score(groups, RoundTally())
+    for completion, score in zip(chain(*groups), chain(*scores), strict=True):
+        episode = completion.episode
+        assert episode is not None
+        earned = [0.0] * completion.num_turns
+        for call in episode.calls:
+            if not call["error"]:
+                earned[call["turn"] - 1] += call["arguments"]["number"]
+        earned[-1] += 0.5
+        assert tuple(score.turns) == episode.turn_rewards == tuple(earned)
+        assert score.value == sum(earned)
+        column = per_token(completion, token_rewards(completion, score.value, score.turns))
+        total, position = 0.0, 0
+        for is_sampled, tokens in groupby(completion.sampled):
+            position += len(list(tokens))
+            if is_sampled:
+                total += earned.pop(0)
+                assert sum(column[:position]) == total
+    train(settings)
+    assert any(row.get("reward/mean", 0) > 0.5 for row in logged(place))
+
+
+def test_a_reward_of_turns_that_fails_is_no_score(place: Path) -> None:
+    run = built(place, reward=[], rollout={"tools": None, "environment": COUNTER})
+    rows = [
+        replace(row, info={"fails": True}) for row in run.prepared.corpora["train"].loaded.examples
+    ]  # type: ignore[type-var]
+    completions = [c for [c] in run.sample(rows, SAMPLING)]
+    for completion in completions:
+        assert completion.episode is not None
+        has_calls = any(call["error"] != "malformed" for call in completion.episode.calls)
+        assert ("no reward" in completion.episode.error) == has_calls
+        assert (completion.episode.reward is None) == has_calls
+
+
+def test_branches_of_a_conversation_share_what_precedes_them(place: Path) -> None:
+    """Turns of tools and of the assistant that are context are stored once."""
+    run = built(place)
+    longest = max(completions_of(run), key=lambda c: len(c.tokens))
+    mask = longest.mask
+    start = len(mask) - mask[::-1].index(False)  # of the last turn
+    assert 0 < mask.index(False) < start
+    unit = run.prepared.corpora["train"].units[0]
+    branches = tuple(
+        replace(
+            longest, tokens=(*longest.tokens[:start], *end), index=i,
+            mask=(False,) * start + (True,) * len(end),
+        )
+        for i, end in enumerate([(5, 6, 7), (5, 8), (9,)])
+    )  # fmt: skip
+    group = RolloutGroup(unit, branches, (1.0, 2.0, 3.0))  # type: ignore[arg-type]
+    packer = StepPacker([group.unit("demonstration", i) for i in range(len(branches))])
+    assert packer.num_unique_tokens == len(unit.prompt_ids) + start + 6
 
 
 def test_a_reset_that_fails_is_no_score(place: Path) -> None:

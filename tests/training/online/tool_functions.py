@@ -50,3 +50,29 @@ class Shop:
 
     def get_reward(self) -> float:
         return self.count + self.wanted / 10
+
+
+class Counter:
+    """Rewards each turn with what it has counted, and the last one with 0.5."""
+
+    def reset(self, fails: bool = False, **_: Any) -> None:
+        """Called for each sample."""
+        self.count, self.fails = 0, fails
+
+    def scale(self, number: int) -> str:
+        """Count.
+
+        Args:
+            number: How far.
+        """
+        self.count += number
+        return "counted"
+
+    def get_turn_reward(self) -> float:
+        count, self.count = self.count, 0
+        if self.fails:
+            raise ValueError("no reward")
+        return count
+
+    def get_reward(self) -> float:
+        return 0.5

@@ -14,6 +14,7 @@ from valence.types import Completion
 
 SCALE = "tests.training.online.tool_functions:scale"
 SHOP = "tests.training.online.tool_functions:Shop"
+COUNTER = "tests.training.online.tool_functions:Counter"
 TURNS = "tests.training.online.tool_kit:turns"
 
 
