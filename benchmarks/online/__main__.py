@@ -45,7 +45,7 @@ TOPICS = (
     "a small dog",
     "cooking dinner",
     "a hospital",
-    "the prefix_tree",
+    "the forest",
     "an exam",
     "the kitchen",
     "a letter",
