@@ -214,6 +214,7 @@ def sampled_completion(value: Mapping[str, Any]) -> Completion:
         episode = Episode(
             messages=tuple(completion),
             calls=tuple(facts.get("calls") or ()),
+            turn_rewards=tuple(facts.get("turn_rewards") or ()),
             **{name: facts[name] for name in names if name in facts},
         )
         completion = facts.get("text") or str(completion[-1].get("content") or "")

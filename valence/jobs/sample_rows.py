@@ -622,4 +622,6 @@ def _facts_of(completion: Completion, episode: Episode) -> dict[str, Any]:
     facts = {"text": completion.text, "end": episode.end, "calls": calls}
     if episode.reward is not None:
         facts["reward"] = episode.reward
+    if episode.turn_rewards:
+        facts["turn_rewards"] = list(episode.turn_rewards)
     return facts | ({"error": episode.error} if episode.error else {})

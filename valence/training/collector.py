@@ -857,6 +857,8 @@ class Collector:
             row["parts"] = dict(score.parts)
         if score.feedback:
             row["feedback"] = score.feedback
+        if score.turns:
+            row["turn_rewards"] = list(score.turns)
         return row | {
             "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
             "completion": answer_text(completion),

@@ -611,6 +611,20 @@ def test_sampled_episodes_are_scored_by_their_last_turn(
     assert scores == turns(read)
 
 
+def test_sampled_episodes_keep_the_rewards_of_turns(place: Path) -> None:
+    out = place / "answers.jsonl"
+    settings = tool_recipe(place, reward=[], rollout={"tools": None, "environment": COUNTER})
+    recipe_file = place / "recipe.yaml"
+    recipe_file.write_text(json.dumps(settings))
+    options = SampleOptions(data=[str(place / "prompts.jsonl")], out=out, max_new_tokens=150)
+    sample_rows(str(recipe_file), options, console=built(place).messages.console)
+    read = [sampled_completion(json.loads(line)) for line in out.read_text().splitlines()]
+    for completion in read:
+        assert completion.episode is not None
+        assert len(completion.episode.turn_rewards) == completion.num_turns
+        assert sum(completion.episode.turn_rewards) == completion.episode.reward
+
+
 def test_a_row_shows_only_tools_that_can_be_called(place: Path) -> None:
     tool = {"type": "function", "function": {"name": "unknown", "parameters": {}}}
     row = {"prompt": [{"role": "user", "content": "hello"}], "tools": [tool]}
