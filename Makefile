@@ -85,7 +85,7 @@ TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0 peft==0.21.2
 peers: .peers/trl/.ready
 .peers/trl/.ready:
 	test -x .peers/trl/bin/python || $(PYTHON) -m venv .peers/trl
-	.peers/trl/bin/python -m pip install --disable-pip-version-check -q $(TRL)
+	.peers/trl/bin/python -m pip install --disable-pip-version-check -q $(TRL) vaderSentiment
 	touch $@
 
 # A vLLM server for CPUs, in an environment of its own: its torch and transformers are not the ones used here. The parts that are

@@ -1,0 +1,71 @@
+"""python -m benchmarks.align [--quick] [--seeds N] [--methods NAME ...] [--folder DIR] [--publish]:
+reward against KL divergence from the reference, of Valence's methods and of TRL's.
+
+SmolLM2-135M-Instruct learns to write more positively, as VADER scores it, and is measured on
+held-out prompts. KTO and DPO train in both libraries on the same rows in the same order, GRPO on
+prompts. Every run that is complete stays in the folder, so the same command continues where it was
+stopped. The complete grid takes a night on two cores, ``--quick`` ten minutes. ``--publish``: only
+rewrite the page of results from the runs in the folder. Needs TRL's environment (`make peers`).
+
+Exit status: 0 the losses of both libraries agree; 1 they do not, and nothing is compared; 2 there
+is no environment with TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.align import frontier, page
+from benchmarks.align.summary import TOLERANCE, summarize
+from benchmarks.peers import NO_TRL, peer_python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.align",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
+    parser.add_argument("--seeds", type=int, help="number of seeds")
+    parser.add_argument("--penalties", type=int, help="number of penalties of each method")
+    parser.add_argument("--methods", nargs="+", choices=frontier.FULL.methods, metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=Path("runs/align"))
+    parser.add_argument("--publish", action="store_true", help="write the page of results")
+    arguments = parser.parse_args()
+    disable_progress_bar()
+    frontier.use_threads()
+    size = frontier.QUICK if arguments.quick else frontier.FULL
+    size = replace(
+        size,
+        seeds=arguments.seeds or size.seeds,
+        penalties=arguments.penalties or size.penalties,
+        methods=tuple(arguments.methods or size.methods),
+    )
+    peer = peer_python()
+    if peer is None:
+        print(NO_TRL, file=sys.stderr)
+        return 2
+    runs = frontier.Frontier(arguments.folder, size, peer, lambda text: print(text, flush=True))
+    start = runs.start()
+    results = {}
+    for case in frontier.cases(size):
+        if arguments.publish and not runs.has_result(case):
+            continue
+        results[case.name] = runs.run(case)
+    summaries = summarize(results, start)
+    print(page.table(summaries, start))
+    print("\n".join(page.comparison(summaries)))
+    if arguments.publish:
+        page.publish(results, start)
+    disagreements = [s.disagreement for s in summaries if s.disagreement is not None]
+    return 0 if all(value <= TOLERANCE for value in disagreements) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

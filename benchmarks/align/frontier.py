@@ -1,0 +1,331 @@
+"""Reward against KL divergence from the reference, of methods of Valence and of TRL.
+
+Offline methods train on one set of answers that the reference has sampled: thumbs (above or below
+the median of the prompt), pairs (best and worst), or demonstrations (the top half). Online methods
+sample for themselves. The reward is VADER's score.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import valence
+from benchmarks.align.measures import FilmScore, HeldOut, Point, vader
+from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
+from benchmarks.parity.cases import z0_of_trl
+from benchmarks.parity.sides import trl_row
+from benchmarks.peers import ROOT, peer_environment
+from examples.demo import assets
+from valence.jobs.sample_rows import sample_rows
+from valence.options import SampleOptions
+
+Library = Literal["valence", "trl"]
+Row = dict[str, Any]
+
+NUM_ANSWERS, MAX_NEW_TOKENS = 8, 40
+BATCH = {"kto": 16, "dpo": 8, "sft": 16, "grpo": 4, "online_dpo": 4}
+"""Rows per step; online, prompts."""
+RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5, "grpo": 1e-5, "online_dpo": 1e-5}
+PENALTIES: dict[str, tuple[float | None, ...]] = {
+    "kto": (0.1, 0.03, 0.3),
+    "dpo": (0.1, 0.03, 0.3),
+    "sft": (None,),
+    "grpo": (0.01, 0.0, 0.1),
+    "online_dpo": (0.1, 0.03, 0.3),
+}
+"""Values of beta, or of the weight of the KL penalty; the first one is that of a quick run."""
+IN_TRL = ("kto", "dpo", "grpo")
+ROWS = {"kto": "thumbs", "dpo": "pairs", "sft": "top_half"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. steps: optimizer steps of offline methods, and rounds of online methods.
+    measured: number of measurements in a run. samples: completions of each held-out prompt.
+    """
+
+    steps: int
+    rounds: int
+    measured: int
+    samples: int
+    seeds: int
+    penalties: int
+    methods: tuple[str, ...]
+
+
+FULL = Size(24, 16, 4, 2, 3, 3, ("kto", "dpo", "sft", "grpo", "online_dpo"))
+QUICK = Size(4, 3, 1, 1, 1, 1, ("kto", "dpo", "grpo"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run."""
+
+    library: Library
+    method: str
+    penalty: float | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.library}-{self.method}-{self.penalty}-{self.seed}"
+
+
+def cases(size: Size) -> list[Case]:
+    """All runs, seed by seed. A run of TRL follows that of Valence, whose order of rows it has."""
+    return [
+        Case(library, method, penalty, seed)
+        for seed in range(size.seeds)
+        for method in size.methods
+        for penalty in PENALTIES[method][: size.penalties]
+        for library in (("valence", "trl") if method in IN_TRL else ("valence",))
+    ]
+
+
+def write(file: Path, rows: Sequence[Row]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def read(file: Path) -> list[Row]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def chat(text: str) -> list[Row]:
+    return [{"role": "user", "content": text}]
+
+
+def make_rows(folder: Path, model: Path) -> None:
+    """Write the prompts, and the answers of the reference as rows of each kind."""
+    for name, topics in (("train", TOPICS[HELD_OUT:]), ("held", TOPICS[:HELD_OUT])):
+        prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
+        write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in prompts])
+    answers = folder / "answers.jsonl"
+    if not answers.exists():
+        options = SampleOptions(
+            n=NUM_ANSWERS, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
+            data=[str(folder / "train.jsonl")], out=answers,
+        )  # fmt: skip
+        sample_rows(str(model), options, overrides=["model.dtype=float32"])
+    by_prompt: dict[str, list[Row]] = {}
+    for row in read(answers):
+        if row["stop"] == "eos":  # an answer that was cut off would teach when to stop
+            by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
+    rows: dict[str, list[Row]] = {name: [] for name in ROWS.values()}
+    for prompt, sampled in by_prompt.items():
+        ordered = sorted(sampled, key=lambda row: -vader(row["completion"]))
+        texts, half = [row["completion"] for row in ordered], len(ordered) // 2
+        for place, text in enumerate(texts):
+            answer = {"prompt": json.loads(prompt), "completion": text}
+            rows["thumbs"].append(answer | {"label": place < half})
+            rows["top_half"] += [answer] if place < half else []
+        pair = {"prompt": json.loads(prompt), "chosen": texts[0], "rejected": texts[-1]}
+        rows["pairs"] += [pair] if texts[0] != texts[-1] else []
+    for name, kind in rows.items():
+        write(folder / f"{name}.jsonl", kind)
+
+
+class Frontier:
+    """Makes the runs that have no result yet. Everything stays in the folder."""
+
+    def __init__(self, folder: Path, size: Size, peer: Path | None, say: Callable[[str], None]):
+        self.folder, self.size, self.peer, self.say = folder, size, peer, say
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = assets.smollm2()
+        make_rows(folder, self.model)
+        self.films_file = folder / "films.json"
+        if not self.films_file.exists():
+            FilmScore.fit(assets.film_reviews(25_000)).save(self.films_file)
+        self.films = FilmScore.load(self.films_file)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        prompts = [row["prompt"] for row in read(folder / "held.jsonl")]
+        encode: Any = self.tokenizer.apply_chat_template
+        self.held_out = HeldOut(
+            [
+                encode(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+                for prompt in prompts
+            ],
+            self.tokenizer.eos_token_id,
+            MAX_NEW_TOKENS,
+            size.samples,
+            seed=1,
+        )
+
+    def result_file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def start(self) -> Point:
+        """The reference."""
+        file = self.result_file(f"reference-{self.size.samples}")
+        if not file.exists():
+            self.store(file, asdict(self._measure(self.reference, 0, 0.0)))
+        return Point(**json.loads(file.read_text()))
+
+    def store(self, file: Path, result: Row) -> None:
+        aside = file.with_suffix(".partial")
+        aside.write_text(json.dumps(result))
+        aside.replace(file)
+
+    def _measure(self, policy: Any, step: int, seconds: float) -> Point:
+        return self.held_out.measure(
+            policy, self.reference, self.tokenizer, self.films, step, seconds
+        )
+
+    def steps_of(self, case: Case) -> int:
+        return self.size.steps if case.method in ROWS else self.size.rounds
+
+    def measured(self, case: Case) -> list[int]:
+        steps, number = self.steps_of(case), self.size.measured
+        return [steps * (i + 1) // number for i in range(number)]
+
+    def result_of(self, case: Case) -> Path:
+        size = self.size
+        return self.result_file(f"{case.name}-{self.steps_of(case)}-{size.measured}-{size.samples}")
+
+    def has_result(self, case: Case) -> bool:
+        return self.result_of(case).exists()
+
+    def run(self, case: Case) -> Row:
+        """The result of a run, which is made if there is none."""
+        file = self.result_of(case)
+        if not self.has_result(case):
+            start = time.perf_counter()
+            ours = case.library == "valence"
+            make: Callable[[Case], Row] = self._train if ours else self._train_in_trl
+            result: Row = {**asdict(case), "samples": case.method not in ROWS, **make(case)}
+            self.store(file, result)
+            last = Point(**result["points"][-1])
+            self.say(
+                f"{case.name}: reward {last.reward:+.3f}, KL {last.kl:.2f}, "
+                f"{result['seconds']:.0f} s of training, {time.perf_counter() - start:.0f} s in all"
+            )
+        return json.loads(file.read_text())
+
+    def recipe(self, case: Case) -> Row:
+        method = case.method
+        losses: dict[str, Row] = {
+            "kto": {"beta": case.penalty, **z0_of_trl(BATCH["kto"])},
+            "dpo": {"beta": case.penalty},
+            "grpo": {"kl_weight": case.penalty},
+            "online_dpo": {"beta": case.penalty},
+        }
+        online = {
+            "reward": "vader",
+            "rollout": {"num_rollouts": NUM_ANSWERS, "max_new_tokens": MAX_NEW_TOKENS},
+        }
+        return {
+            "method": method,
+            "model": {"name": str(self.model), "dtype": "float32"},
+            "data": {
+                "train": str(self.folder / f"{ROWS.get(method, 'train')}.jsonl"),
+                "max_length": 128,
+            },
+            "loss": losses.get(method, {}),
+            "train": {
+                "batch_size": BATCH[method], "max_steps": self.steps_of(case), "seed": case.seed,
+                "learning_rate": RATES[method], "schedule": "constant", "warmup": 0,
+                "clip_norm": 1.0, "compile": "off",
+                **({"drop_last": True} if method in ROWS else {}),
+            },
+            "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
+            **({} if method in ROWS else online),
+        }  # fmt: skip
+
+    def _train(self, case: Case) -> Row:
+        start = time.perf_counter()
+        measuring = Measuring(self, case, start)
+        run = valence.build_run(self.recipe(case), callbacks=[measuring], fresh=True, quiet=True)
+        run.fit()
+        return {
+            "points": [asdict(point) for point in measuring.points],
+            "losses": measuring.losses,
+            "seconds": measuring.seconds,
+            "rows": measuring.rows,
+        }
+
+    def _train_in_trl(self, case: Case) -> Row:
+        assert self.peer is not None
+        ours = self.run(Case("valence", case.method, case.penalty, case.seed))
+        configs: dict[str, Row] = {
+            "kto": {"beta": case.penalty},
+            "dpo": {"beta": case.penalty},
+            "grpo": {
+                "beta": case.penalty, "loss_type": "grpo", "num_generations": NUM_ANSWERS,
+                "max_completion_length": MAX_NEW_TOKENS, "temperature": 1.0, "top_p": 1.0,
+                "top_k": 0, "scale_rewards": "group",
+            },
+        }  # fmt: skip
+        is_online = case.method not in ROWS
+        job = {
+            "trainer": case.method, "model": str(self.model), "films": str(self.films_file),
+            "held_out": asdict(self.held_out), "steps": self.steps_of(case), "rows": ours["rows"],
+            "measured": self.measured(case), "learning_rate": RATES[case.method],
+            "seed": case.seed, "config": configs[case.method],
+            "batch": BATCH[case.method] * (NUM_ANSWERS if is_online else 1),
+        }  # fmt: skip
+        files = self.folder / "job.json", self.folder / "trl.json"
+        files[0].write_text(json.dumps(job))
+        files[1].unlink(missing_ok=True)
+        command = [str(self.peer), "-m", "benchmarks.align.trl_side", *map(str, files)]
+        environment = peer_environment() | {
+            "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"
+        }  # fmt: skip
+        process = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
+        return json.loads(files[1].read_text())
+
+
+class Measuring(valence.Callback):
+    """Measures the policy at some steps. The clock starts before the policy is loaded, and stands
+    still meanwhile.
+    """
+
+    def __init__(self, frontier: Frontier, case: Case, start: float) -> None:
+        self.frontier, self.case = frontier, case
+        self.points: list[Point] = []
+        self.losses: list[float] = []
+        self.rows: list[Row] = []
+        self.seconds, self.since = 0.0, start
+
+    def on_start(self, run: Any) -> None:
+        """Note the rows in the order of the steps."""
+        sampler = run.prepared.sampler
+        for step in range(run.total_steps):
+            indices, _ = sampler.step(step)
+            if self.case.method in ROWS:
+                self.rows += [trl_row(sampler.units[i]) for i in indices]
+            else:
+                prompts = run.prepared.corpora["train"].loaded.examples
+                self.rows += [
+                    {"prompt": [dict(m) for m in prompts[i].prompt.messages]} for i in indices
+                ]
+
+    def on_step(self, run: Any) -> None:
+        self.seconds += time.perf_counter() - self.since
+        if run.step in self.frontier.measured(self.case):
+            policy = run.policy.causal
+            self.points.append(self.frontier._measure(policy, run.step, self.seconds))
+        self.since = time.perf_counter()
+
+    def on_log(self, run: Any, record: Any) -> None:
+        if "loss" in record:
+            self.losses.append(record["loss"])
+
+
+def use_threads() -> None:
+    """Use as many threads as OMP_NUM_THREADS says, on both sides."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))

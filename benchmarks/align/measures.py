@@ -1,0 +1,193 @@
+"""What a policy does on held-out prompts: rewards, length, KL divergence from the reference.
+
+Both libraries import this module, so it needs only PyTorch and vaderSentiment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORD = re.compile(r"[a-z']+")
+MIN_COUNT = 5
+
+
+@cache
+def _vader() -> Any:
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    return SentimentIntensityAnalyzer()
+
+
+def vader(text: str) -> float:
+    """VADER's compound score, from -1 to 1: the reward that methods train on."""
+    return _vader().polarity_scores(text)["compound"]
+
+
+@dataclass(frozen=True)
+class FilmScore:
+    """The probability that a text is a favourable film review, by naive Bayes over its words.
+
+    The reward that no method trains on: it shows whether a method has learned to please VADER, or
+    to write more positively. prior, weights: log odds of a review and of its words.
+    """
+
+    prior: float
+    weights: dict[str, float]
+
+    @classmethod
+    def fit(cls, reviews: Iterable[tuple[str, bool]]) -> FilmScore:
+        counts, number = (Counter[str](), Counter[str]()), [0, 0]
+        for text, liked in reviews:
+            number[liked] += 1
+            counts[liked].update(set(WORD.findall(text.lower())))
+        words = [w for w in counts[0] | counts[1] if counts[0][w] + counts[1][w] >= MIN_COUNT]
+
+        def share(word: str, liked: bool) -> float:
+            return (counts[liked][word] + 1) / (number[liked] + 2)
+
+        weights = {word: math.log(share(word, True) / share(word, False)) for word in words}
+        return cls(math.log(number[1] / number[0]), weights)
+
+    def __call__(self, text: str) -> float:
+        words = set(WORD.findall(text.lower()))
+        return 1 / (1 + math.exp(-self.prior - sum(self.weights.get(w, 0.0) for w in words)))
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> FilmScore:
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy on the held-out prompts.
+
+    reward, other: mean scores of VADER and of the film reviews. kl: nats per completion. length:
+    sampled tokens per completion. seconds: of training until here. step: optimizer steps.
+    """
+
+    step: int
+    seconds: float
+    reward: float
+    other: float
+    kl: float
+    length: float
+    text: str
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out prompts as token ids, and how completions are sampled.
+
+    samples: completions of each prompt. The random numbers depend on the seed, the completion and
+    the position alone, so that policies that agree sample the same text.
+    """
+
+    prompts: list[list[int]]
+    end: int
+    max_new_tokens: int
+    samples: int
+    seed: int
+
+    def measure(
+        self, policy: Any, reference: Any, tokenizer: Any, films: FilmScore,
+        step: int, seconds: float,
+    ) -> Point:  # fmt: skip
+        """policy, reference: causal language models of transformers."""
+        was_training = policy.training
+        policy.eval()
+        with torch.no_grad():
+            prompts = [prompt for prompt in self.prompts for _ in range(self.samples)]
+            completions = self.sample(policy, prompts)
+            kl = divergence(policy, reference, prompts, completions)
+        policy.train(was_training)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        mean_of = lambda values: sum(values) / len(texts)  # noqa: E731
+        return Point(
+            step,
+            seconds,
+            mean_of(map(vader, texts)),
+            mean_of(map(films, texts)),
+            kl,
+            mean_of(map(len, completions)),
+            texts[0],
+        )
+
+    def sample(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """A completion of each prompt at temperature 1, with the token that ends it."""
+        generator = torch.Generator().manual_seed(self.seed)
+        draws = torch.rand(
+            len(prompts), self.max_new_tokens, generator=generator, dtype=torch.float64
+        )
+        longest = max(map(len, prompts))
+        ids = torch.full((len(prompts), longest), self.end)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        completions: list[list[int]] = [[] for _ in prompts]
+        cache, positions = None, (mask.cumsum(1) - 1).clamp(min=0)
+        for i in range(self.max_new_tokens):
+            out = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            cache = out.past_key_values
+            cumulative = out.logits[:, -1].double().softmax(-1).cumsum(-1)
+            ids = torch.searchsorted(cumulative, draws[:, i : i + 1] * cumulative[:, -1:])
+            ids = ids.clamp(max=cumulative.shape[1] - 1)
+            for completion, token in zip(completions, ids[:, 0].tolist(), strict=True):
+                if not completion or completion[-1] != self.end:
+                    completion.append(token)
+            if all(completion[-1] == self.end for completion in completions):
+                break
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            positions = positions[:, -1:] + 1
+        return completions
+
+
+def divergence(
+    policy: Any,
+    reference: Any,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+) -> float:
+    """The KL divergence of sampled completions from the reference (nats per completion).
+
+    mean over completions of sum_t sum_v p_t(v) * (log p_t(v) - log q_t(v)): exact over the
+    vocabulary at each sampled position.
+    """
+    total = 0.0
+    rows = list(zip(prompts, completions, strict=True))
+    for first in range(0, len(rows), 8):
+        part = rows[first : first + 8]
+        longest = max(len(prompt) + len(completion) for prompt, completion in part)
+        ids, scored = torch.zeros(2, len(part), longest, dtype=torch.long)
+        for row, (prompt, completion) in enumerate(part):
+            end = len(prompt) + len(completion)
+            ids[row, :end] = torch.tensor([*prompt, *completion])
+            scored[row, len(prompt) - 1 : end - 1] = 1
+        mask = scored.bool()
+        p, q = (_log_probabilities(model, ids, mask) for model in (policy, reference))
+        total += (p.exp() * (p - q)).sum().item()
+    return total / len(rows)
+
+
+def _log_probabilities(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Log-probabilities of the next token where the mask is set: [N, V]. ids[S, T] are padded on
+    the right, which causal attention does not read."""
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return logits[mask].float().log_softmax(-1)

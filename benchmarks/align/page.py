@@ -1,0 +1,141 @@
+"""The page with the results, and its figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.align.measures import Point
+from benchmarks.align.summary import (
+    MAX_KL,
+    TOLERANCE,
+    MethodSummary,
+    Row,
+    frontier,
+    summarize,
+    within,
+)
+from benchmarks.peers import ROOT
+
+RESULTS = Path(__file__).parent / "results.json"
+PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+NAMES = {"valence": "Valence", "trl": "TRL"}
+COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
+WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 50, 40
+
+
+def table(summaries: Sequence[MethodSummary], start: Point) -> str:
+    lines = [
+        "| method | library | runs | mean over 0 to 10 nats | at 5 nats | at 10 nats | film score "
+        "| seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| reference | | | {start.reward:.3f} | | | {start.other:.3f} | |",
+    ]
+    lines += [
+        f"| {s.method} | {NAMES[s.library]} | {s.num_runs} | {s.area} | {s.at_5} | {s.at_10} | "
+        f"{s.other} | {s.seconds:.0f} |"
+        for s in summaries
+    ]
+    return "\n".join(lines)
+
+
+def comparison(summaries: Sequence[MethodSummary]) -> list[str]:
+    """What the same losses in both libraries show; first what Valence loses."""
+    by_key = {(s.library, s.method): s for s in summaries}
+    facts: list[tuple[float, str]] = []
+    for (library, method), theirs in by_key.items():
+        if library != "trl":
+            continue
+        ours = by_key["valence", method]
+        if theirs.disagreement is not None:
+            losses = f"losses differ by at most {theirs.disagreement:.0e} of their size"
+            if theirs.disagreement > TOLERANCE:
+                facts.append((0.0, f"{method}: {losses}, so nothing is compared."))
+                continue
+        else:
+            losses = "each library samples for itself"
+        ratio = theirs.seconds / ours.seconds
+        rewards = f"mean reward {ours.area} in Valence, {theirs.area} in TRL"
+        time = f"TRL takes {ratio:.2f} times as long"
+        facts.append((ratio, f"{method}: {rewards}; {losses}; {time}."))
+    return [text for _, text in sorted(facts)]
+
+
+def figure(results: Mapping[str, Row], start: Point) -> str:
+    """An SVG image of the frontiers, averaged over seeds: solid Valence, dashed TRL."""
+    runs = list(results.values())
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    curves: list[tuple[str, str, list[float]]] = []
+    for method in methods:
+        for library in dict.fromkeys(run["library"] for run in runs if run["method"] == method):
+            of_case = [r for r in runs if (r["library"], r["method"]) == (library, method)]
+            by_seed: dict[int, list[Point]] = {}
+            for run in of_case:
+                by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
+            frontiers = [frontier(points, start) for points in by_seed.values()]
+            values = [fmean(within(f, k / 10) for f in frontiers) for k in range(101)]
+            curves.append((method, library, values))
+    top = max(value for *_, values in curves for value in values)
+    low, high = start.reward, start.reward + 1.05 * max(top - start.reward, 1e-6)
+
+    def place(kl: float, reward: float) -> str:
+        x = LEFT + kl / MAX_KL * (WIDTH - LEFT - 130)
+        y = 10 + (high - reward) / (high - low) * (HEIGHT - BOTTOM - 10)
+        return f"{x:.1f},{y:.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="{HEIGHT - 6}">KL divergence from the reference (nats per completion)'
+        "</text>",
+    ]
+    for kl in range(0, 11, 2):
+        x, y = place(kl, low).split(",")
+        parts.append(f'<text x="{x}" y="{float(y) + 16}" text-anchor="middle">{kl}</text>')
+    for i in range(5):
+        reward = low + (high - low) * i / 4
+        x, y = place(0, reward).split(",")
+        right = place(MAX_KL, reward).split(",")[0]
+        parts.append(f'<line x1="{x}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(
+            f'<text x="{float(x) - 6}" y="{float(y) + 4}" text-anchor="end">{reward:.2f}</text>'
+        )
+    for row, (method, library, values) in enumerate(curves):
+        color = COLORS[methods.index(method) % len(COLORS)]
+        dash = ' stroke-dasharray="5 4"' if library == "trl" else ""
+        line = " ".join(place(k / 10, value) for k, value in enumerate(values))
+        stroke = f'stroke="{color}" stroke-width="2" fill="none"{dash}'
+        parts.append(f'<polyline points="{line}" {stroke}/>')
+        y = 20 + 18 * row
+        parts.append(f'<line x1="{WIDTH - 120}" x2="{WIDTH - 96}" y1="{y}" y2="{y}" {stroke}/>')
+        parts.append(f'<text x="{WIDTH - 90}" y="{y + 4}">{method} {NAMES[library]}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def publish(results: Mapping[str, Row], start: Point) -> None:
+    """Write the results, the page and the figure."""
+    kept = {
+        name: {key: value for key, value in result.items() if key != "rows"}
+        for name, result in results.items()
+    }
+    record = {"start": asdict(start), "runs": kept}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")
+
+
+def files() -> dict[Path, str]:
+    """The page and the figure, from the results."""
+    record = json.loads(RESULTS.read_text("utf-8"))
+    results, start = record["runs"], Point(**record["start"])
+    summaries = summarize(results, start)
+    facts = "\n".join(f"- {fact}" for fact in comparison(summaries))
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    text = f"{before}{BEGIN}\n\n{facts}\n\n{table(summaries, start)}\n\n{END}{after}"
+    return {PAGE: text, FIGURE: figure(results, start)}

@@ -1,0 +1,139 @@
+"""What the runs say: reward within a KL divergence or a time, with t-intervals over seeds.
+
+The statistics were fixed before the runs. The frontier of a method and a seed is the largest mean
+reward among the reference and all points of all penalties with at most k nats, linear between
+those points where it rises. Its area is the mean over 0 to 10 nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.align.measures import Point
+from valence.statistics import student_interval
+
+MAX_KL = 10.0
+GRID = 200
+TOLERANCE = 1e-3
+"""Largest difference between the losses of both sides, relative to their mean size."""
+
+Row = dict[str, Any]
+
+
+def frontier(points: Sequence[Point], start: Point) -> list[tuple[float, float]]:
+    """KL and reward of the points with a larger reward than all points with a smaller KL."""
+    records = [(0.0, start.reward)]
+    for point in sorted(points, key=lambda point: point.kl):
+        if point.reward > records[-1][1]:
+            records.append((point.kl, point.reward))
+    return records
+
+
+def within(records: Sequence[tuple[float, float]], kl: float) -> float:
+    """The reward of a frontier at a KL divergence, interpolated; constant after its end."""
+    for (k0, r0), (k1, r1) in pairwise(records):
+        if kl < k1:
+            return r0 + (r1 - r0) * max(0.0, (kl - k0) / (k1 - k0))
+    return records[-1][1]
+
+
+def area(records: Sequence[tuple[float, float]]) -> float:
+    """Mean reward of a frontier over 0 to MAX_KL nats."""
+    return fmean(within(records, (i + 0.5) * MAX_KL / GRID) for i in range(GRID))
+
+
+def disagreement(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest difference between the losses of the same steps, relative to their mean size."""
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} and {len(theirs)} losses")
+    scale = fmean(map(abs, ours))
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / scale
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95 % t-interval, which one seed does not have."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return student_interval(self.values) if len(self.values) > 1 else (nan, nan)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        between = "" if low != low else f" [{low:.3f}, {high:.3f}]"
+        return f"{self.mean:.3f}{between}"
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """A method of a library.
+
+    area, at_5, at_10: rewards. other: of the reward that was not trained on, at the point with the
+    largest reward within 10 nats. seconds: of training, median of the runs. disagreement: of the
+    losses of both libraries; None where the rows are sampled. num_runs: of all penalties and seeds.
+    """
+
+    library: str
+    method: str
+    num_runs: int
+    area: Estimate
+    at_5: Estimate
+    at_10: Estimate
+    other: Estimate
+    seconds: float
+    disagreement: float | None
+
+
+def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
+    """results: of runs, each with its library, method, penalty and seed."""
+    summaries: list[MethodSummary] = []
+    for library, method in dict.fromkeys((r["library"], r["method"]) for r in results.values()):
+        runs = [r for r in results.values() if (r["library"], r["method"]) == (library, method)]
+        by_seed: dict[int, list[Point]] = {}
+        for run in runs:
+            by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
+        frontiers = [frontier(points, start) for points in by_seed.values()]
+
+        def estimate(
+            value: Callable[[list[tuple[float, float]]], float],
+            frontiers: Sequence[list[tuple[float, float]]] = frontiers,
+        ) -> Estimate:
+            return Estimate(tuple(map(value, frontiers)))
+
+        best = [
+            max([start, *(p for p in points if p.kl <= MAX_KL)], key=lambda p: p.reward)
+            for points in by_seed.values()
+        ]
+        summaries.append(
+            MethodSummary(
+                library, method, len(runs), estimate(area),
+                estimate(lambda records: within(records, 5.0)),
+                estimate(lambda records: within(records, 10.0)),
+                Estimate(tuple(point.other for point in best)),
+                median(run["seconds"] for run in runs),
+                _largest_disagreement(runs, results) if library == "trl" else None,
+            )
+        )  # fmt: skip
+    return summaries
+
+
+def _largest_disagreement(runs: Sequence[Row], results: Mapping[str, Row]) -> float | None:
+    values = [
+        disagreement(ours["losses"], run["losses"])
+        for run in runs
+        for ours in results.values()
+        if ours["library"] == "valence" and not run["samples"]
+        and all(ours[name] == run[name] for name in ("method", "penalty", "seed"))
+    ]  # fmt: skip
+    return max(values, default=None)

@@ -1,0 +1,124 @@
+"""A run of one of TRL's trainers, in a process of TRL's environment.
+
+Usage: python -m benchmarks.align.trl_side JOB.json RESULT.json
+
+Rows of KTO and DPO are token ids, in the order in which Valence has trained on them.
+"""
+
+# pyright: reportMissingImports=false
+# (TRL is in the other environment.)
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset, disable_progress_bars
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from benchmarks.align.measures import FilmScore, HeldOut, Point, vader
+from benchmarks.parity.trl_side import PLAIN, TEXT_COLUMNS, spelled, tokenizer_of_ids
+
+
+class Measuring(TrainerCallback):
+    """Measures the policy at some steps. The clock starts before the policy is loaded, and stands
+    still meanwhile.
+    """
+
+    policy: Any = None
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.steps = set(job["measured"])
+        self.held_out = HeldOut(**job["held_out"])
+        self.films = FilmScore.load(Path(job["films"]))
+        self.reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(job["model"])
+        self.points: list[Point] = []
+        self.seconds, self.start = 0.0, time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seconds += time.perf_counter() - self.start
+        if state.global_step in self.steps:
+            self.points.append(
+                self.held_out.measure(
+                    self.policy, self.reference, self.tokenizer, self.films,
+                    state.global_step, self.seconds,
+                )
+            )  # fmt: skip
+            print(self.points[-1], file=sys.stderr, flush=True)
+        self.start = time.perf_counter()
+
+
+def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
+    measuring = Measuring(job)
+    policy = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    measuring.policy = policy
+    arguments = PLAIN | {
+        "output_dir": scratch, "max_steps": job["steps"], "learning_rate": job["learning_rate"],
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": 1,
+        "max_grad_norm": 1.0, "weight_decay": 0.0, "seed": job["seed"], "disable_dropout": True,
+        "per_device_train_batch_size": job["batch"], **job["config"],
+    }  # fmt: skip
+    common: dict[str, Any] = {"model": policy, "callbacks": [measuring]}
+    if job["trainer"] == "grpo":
+        tokenizer = AutoTokenizer.from_pretrained(job["model"])
+        trainer = trl.GRPOTrainer(
+            args=trl.GRPOConfig(shuffle_dataset=False, **arguments),
+            reward_funcs=lambda completions, **_: [vader(c[0]["content"]) for c in completions],
+            train_dataset=Dataset.from_list(job["rows"]),
+            processing_class=tokenizer,
+            **common,
+        )
+    else:
+        kind, config = {
+            "kto": (trl.KTOTrainer, trl.KTOConfig), "dpo": (trl.DPOTrainer, trl.DPOConfig)
+        }[job["trainer"]]  # fmt: skip
+        rows = [
+            {k: spelled(v) if k in TEXT_COLUMNS else v for k, v in row.items()}
+            for row in job["rows"]
+        ]
+        trainer = kind(
+            args=config(train_sampling_strategy="sequential", max_length=512, **arguments),
+            ref_model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer_of_ids(policy.config.vocab_size, job["held_out"]["end"]),
+            **common,
+        )
+        for row, prepared in zip(job["rows"], trainer.train_dataset, strict=True):
+            for name in row.keys() & set(TEXT_COLUMNS):
+                if prepared[f"{name}_ids"] != row[name]:
+                    raise RuntimeError(f"TRL prepared other tokens of {name} than it was given")
+    return trainer, measuring
+
+
+def main(job_file: str, result_file: str) -> None:
+    disable_progress_bars()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    job = json.loads(Path(job_file).read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer, measuring = trainer_of(job, scratch)
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
+    result = {
+        "points": [asdict(point) for point in measuring.points],
+        "losses": [entry["loss"] for entry in logged],
+        "seconds": measuring.seconds,
+        "versions": versions,
+    }
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

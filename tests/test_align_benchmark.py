@@ -1,0 +1,134 @@
+"""The statistics and the measurements of the benchmark of rewards against KL divergence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.align.measures import FilmScore, HeldOut, Point, divergence, vader
+from benchmarks.align.page import comparison, files
+from benchmarks.align.summary import area, disagreement, frontier, summarize, within
+
+START = Point(0, 0.0, 0.2, 0.5, 0.0, 30.0, "")
+
+
+def point(kl: float, reward: float, **changes: Any) -> Point:
+    return replace(START, kl=kl, reward=reward, **changes)
+
+
+def test_a_frontier_has_the_best_reward_so_far() -> None:
+    records = frontier([point(4, 0.6), point(2, 0.4), point(3, 0.3), point(12, 0.8)], START)
+    assert records == [(0.0, 0.2), (2, 0.4), (4, 0.6), (12, 0.8)]
+    assert within(records, 1.0) == pytest.approx(0.3)
+    assert within(records, 8.0) == pytest.approx(0.7)
+    assert within(records, 20.0) == 0.8
+    assert within(frontier([point(3, 0.1)], START), 5.0) == 0.2
+
+
+def test_the_area_is_the_mean_reward_over_ten_nats() -> None:
+    assert area([(0.0, 0.2)]) == pytest.approx(0.2)
+    # rises to 0.6 within 5 nats, and stays there
+    assert area([(0.0, 0.2), (5.0, 0.6)]) == pytest.approx((0.4 + 0.6) / 2, abs=1e-4)
+
+
+def result(library: str, seed: int, reward: float, losses: list[float], seconds: float) -> Any:
+    points = [vars(point(5.0, reward, seconds=seconds, step=1))]
+    return {
+        "library": library, "method": "dpo", "penalty": 0.1, "seed": seed, "samples": False,
+        "points": points, "losses": losses, "seconds": seconds,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "is_compared"), [(0.5, True), (0.51, False)])
+def test_what_disagrees_is_not_compared(loss: float, is_compared: bool) -> None:
+    results = {
+        f"{library}{seed}": result(library, seed, 0.6 + seed / 10, [0.7, value], seconds)
+        for library, value, seconds in (("valence", 0.5, 10.0), ("trl", loss, 25.0))
+        for seed in range(2)
+    }
+    summaries = summarize(results, START)
+    assert [(s.library, s.num_runs) for s in summaries] == [("valence", 2), ("trl", 2)]
+    assert summaries[0].disagreement is None
+    assert summaries[1].disagreement == pytest.approx((loss - 0.5) / 0.6)
+    assert summaries[0].at_5.mean == pytest.approx(0.65)
+    low, high = summaries[0].at_5.interval
+    assert low < 0.6 < 0.7 < high  # two seeds say little
+    [fact] = comparison(summaries)
+    assert ("2.50 times" in fact) == is_compared
+
+
+def test_losses_of_other_steps_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="1 and 2 losses"):
+        disagreement([1.0], [1.0, 2.0])
+
+
+def models() -> tuple[Any, Any]:
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, initializer_range=0.5,
+    )  # fmt: skip
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        made.append(LlamaForCausalLM(config).eval())
+    return made[0], made[1]
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    policy, reference = models()
+    rows = [([3, 4, 5], [6, 7]), ([8], [9, 10, 11, 2]), ([3, 4], [2])]
+    expected = 0.0
+    for prompt, completion in rows:
+        ids = [*prompt, *completion]
+        logps = [m(torch.tensor([ids])).logits[0].log_softmax(-1) for m in (policy, reference)]
+        for t in range(len(prompt) - 1, len(ids) - 1):
+            p, q = (column[t].tolist() for column in logps)
+            expected += sum(
+                torch.tensor(a).exp().item() * (a - b) for a, b in zip(p, q, strict=True)
+            )
+    prompts, completions = zip(*rows, strict=True)
+    with torch.no_grad():
+        assert divergence(policy, reference, prompts, completions) == pytest.approx(
+            expected / 3, rel=1e-4
+        )
+        assert divergence(policy, policy, prompts, completions) == 0.0
+
+
+def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() -> None:
+    policy, _ = models()
+    held = HeldOut([], end=2, max_new_tokens=6, samples=1, seed=0)
+    with torch.no_grad():
+        together = held.sample(policy, [[3, 4, 5], [8], [9, 3]])
+        alone = held.sample(policy, [[3, 4, 5]])
+        assert together[0] == alone[0]  # whatever the others and their padding
+        many = held.sample(policy, [[3, 4, 5]] * 4000)
+        expected = policy(torch.tensor([[3, 4, 5]])).logits[0, -1].softmax(-1)
+    for completion in many:
+        assert 2 not in completion[:-1]
+        assert completion[-1] == 2 or len(completion) == 6
+    counts = torch.bincount(torch.tensor([c[0] for c in many]), minlength=20) / 4000
+    assert (counts - expected).abs().max() < 0.03
+
+
+def test_scores_tell_praise_from_complaint() -> None:
+    reviews = [("a wonderful warm film", True), ("a dull cold film", False)] * 10
+    films = FilmScore.fit(reviews)
+    assert films("wonderful") > 0.9 > 0.1 > films("dull")
+    assert films("a film") == pytest.approx(0.5)
+    assert vader("What a wonderful day!") > 0.5 > -0.5 > vader("What a horrible day!")
+
+
+def test_the_film_score_is_stored(tmp_path: Path) -> None:
+    films = FilmScore.fit([("good", True), ("bad", False)] * 10)
+    films.save(tmp_path / "films.json")
+    assert FilmScore.load(tmp_path / "films.json") == films
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    for path, text in files().items():
+        assert path.read_text("utf-8") == text
