@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.command import write_place
 from tests.docs.blocks import ROOT, blocks
+from tests.programs import Program
+from valence import cli
 
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
 FILES = {
@@ -63,19 +69,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, *command: str, status: int = 0) -> str:
-    paths = os.pathsep.join(map(str, (ROOT, place / "site")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=place, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def run(place: Path, main: Callable[[], object], *words: str, status: int = 0) -> str:
+    """Call ``main`` in a process that has torch loaded, with the package as if installed."""
+    printed = place / "printed"
+    with contextlib.chdir(place):
+        program = Program(*words, main=partial(_with_package, main), output=printed)
+        assert program.wait() == status, printed.read_text()
+    return printed.read_text()
+
+
+def _with_package(main: Callable[[], object]) -> None:
+    sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "site")]
+    main()
 
 
 def valence(place: Path, *words: str, status: int = 0) -> str:
-    return run(place, "-m", "valence", *words, status=status)
+    return run(place, cli.main, *words, status=status)
 
 
 @pytest.mark.slow
@@ -97,7 +106,7 @@ def test_the_commands_of_the_page(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.py", "adapter.py", "loop.py"])
 def test_the_programs_of_the_page(place: Path, name: str) -> None:
-    output = run(place, name)
+    output = run(place, partial(runpy.run_path, name, run_name="__main__"))
     if name == "train.py":
         assert "runs/hinge_on_thumbs" in output
     if name == "loop.py":
@@ -106,7 +115,16 @@ def test_the_programs_of_the_page(place: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_short_names_of_an_installed_package(place: Path) -> None:
-    valence(place, "check", "tickets.yaml", "data.train.0.format=tickets")
+    # in a process that starts from nothing
+    done = subprocess.run(
+        [sys.executable, "-m", "valence", "check", "tickets.yaml", "data.train.0.format=tickets"],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, place / "site")))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     output = valence(place, "import", "helpdesk", "export.jsonl", "--out", "feedback.jsonl")
     assert "20 votes read" in output
     words = "rollout.engine=mine", "run.sinks=[{kind: file, project: short}]", "run.dir=runs/short"
