@@ -26,7 +26,7 @@ from tests.errors import raises_error
 from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
-from valence.apps.serve import reward_batches
+from valence.apps.serve import reward_batches, reward_workers
 from valence.apps.serve.reward_batches import Limits
 
 FUNCTIONS = "tests.rewards.served_functions"
@@ -127,11 +127,12 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(
     same.
     """
     monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(reward_workers, "GRACE_SECONDS", 0.5)
     with served_as_command(
         f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(timeout=60)
     ) as server:
         pids = set[float]()
-        for _ in range(2 if " " in text else 10):
+        for _ in range(2 if " " in text else 6):  # each hangs twice, with the other and alone
             (hung, reply), (status, other) = parallel(server.url, [[text], ["pid"]])
             assert (hung, status) == (500, 200)
             assert has_words(reply["error"], "0.3 s")

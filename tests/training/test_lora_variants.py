@@ -36,7 +36,7 @@ SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for
 def settings(name: str, folder: Path, place: Path, **run: Any) -> dict[str, Any]:
     recipe = settings_for(folder, place)
     recipe["model"]["lora"] = {"rank": 2, **VARIANTS[name]}
-    recipe["train"] |= {"max_steps": 6}
+    recipe["train"] |= {"max_steps": 7}
     recipe["run"] |= run
     return recipe
 
@@ -46,7 +46,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(name: str, folder: Path, tmp_pa
     (full := tmp_path / "whole").mkdir()
     (stopped := tmp_path / "stopped").mkdir()
     run, _ = train(settings(name, folder, full), quiet=True)
-    killed(settings(name, folder, stopped), 5)
+    killed(settings(name, folder, stopped), 6)
     resumed, _ = train(settings(name, folder, stopped), quiet=True)
     assert resumed_steps(stopped / "run") == [4]
     Undisturbed(full / "run", run).assert_same(resumed, stopped / "run")

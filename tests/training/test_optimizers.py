@@ -80,7 +80,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     (stopped := tmp_path / "stopped").mkdir()
     sections = {"train": {"max_steps": 7}, **sections}
     run, _ = train(settings(name, folder, full, **sections), quiet=True)
-    for step in (3, 5):
+    for step in (3, 6):
         killed(settings(name, folder, stopped, **sections), step)
     resumed, _ = train(settings(name, folder, stopped, **sections), quiet=True)
     assert resumed_steps(stopped / "run") == [2, 4]
