@@ -74,11 +74,7 @@ PLAIN = [
 ]
 
 
-QUICK = [Case("dpo"), Case("kto", lora=True, follows=True), Case("distill")]
-
-
 @pytest.mark.parametrize(("size", "cases", "sharded"), [
-    pytest.param(2, QUICK, True, id="2 split, quick"),
     pytest.param(4, ON_FOUR, True, id="4 split", marks=slow),
     pytest.param(4, REPLICATED, True, id="2 x 2 split", marks=slow),
     pytest.param(2, ON_TWO, True, id="2 split", marks=slow),

@@ -40,6 +40,8 @@ LAYOUT_METRICS = {
 """Numbers that depend on how a step was cut."""
 SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "keep": None}}
 """8 steps of 4 rows, one of them of 2; a save in the middle of the log's window."""
+SIX_STEPS = {"epochs": 1.2}
+"""One more than an epoch has."""
 
 
 def written(
@@ -161,12 +163,15 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
     """Of 18 rows in steps of 4 the last has two: two of four processes have none."""
     cases = {case for runs in RUNS.values() for case, _ in runs}
     assert set(
-        train(SingleProcess(), [written(case, place, tmp_path / f"one {case}") for case in cases])
+        train(
+            SingleProcess(),
+            [written(case, place, tmp_path / f"one {case}", train=SIX_STEPS) for case in cases],
+        )
     ) == {"done"}
     for size, message in RUNS.items():
         runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(message)]
         recipes = [
-            written(case, place, run, **options)
+            written(case, place, run, train=SIX_STEPS, **options)
             for run, (case, options) in zip(runs, message, strict=True)
         ]
         for rank in run_in_processes(train, size, recipes, deadline=60.0):

@@ -75,13 +75,11 @@ def steps(
 SOME = ("kto", "dpo", "sft", "bco", "aot_unpaired", "pointwise", "bradley_terry", "ppo")
 
 
-FEW = ("kto", "dpo", "bco", "aot")
-SHARED = (*FEW[:2], "hindsight distribution")
+SHARED = ("kto", "dpo", "hindsight distribution")
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("size", "count", "budget", "names", "context"), [
-    pytest.param(2, 7, 40, FEW, 1, id="2-few"),
     pytest.param(2, 7, 40, tuple(LOSSES), 1, id="2-all", marks=slow),
     pytest.param(4, 7, 10_000, SOME, 1, id="4", marks=slow),
     pytest.param(4, 3, 10_000, SOME, 1, id="4-of-3-rows", marks=slow),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.command import write_place
 from tests.docs.blocks import ROOT, blocks
+from tests.programs import Program
+from valence import cli
+from valence.user_code.plugins import plugin_paths
 
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
 FILES = {
@@ -63,19 +70,34 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, *command: str, status: int = 0) -> str:
-    paths = os.pathsep.join(map(str, (ROOT, place / "site")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=place, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def run(place: Path, main: Callable[[], object], *words: str, status: int = 0) -> str:
+    """Call ``main`` in a process that has torch loaded, with the package as if installed."""
+    printed = place / "printed"
+    with contextlib.chdir(place):
+        program = Program(*words, main=partial(_with_package, main), output=printed)
+        assert program.wait() == status, printed.read_text()
+    return printed.read_text()
+
+
+def _with_package(main: Callable[[], object]) -> None:
+    sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "site")]
+    plugin_paths.cache_clear()  # it was called before the package was there
+    main()
 
 
 def valence(place: Path, *words: str, status: int = 0) -> str:
-    return run(place, "-m", "valence", *words, status=status)
+    return run(place, cli.main, *words, status=status)
+
+
+def installed(place: Path, *words: str) -> str:
+    """``valence`` in a process that starts from nothing, and has the names of importers."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, place / "site")))}
+    done = subprocess.run(
+        [sys.executable, "-m", "valence", *words], cwd=place, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -97,7 +119,7 @@ def test_the_commands_of_the_page(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.py", "adapter.py", "loop.py"])
 def test_the_programs_of_the_page(place: Path, name: str) -> None:
-    output = run(place, name)
+    output = run(place, partial(runpy.run_path, name, run_name="__main__"))
     if name == "train.py":
         assert "runs/hinge_on_thumbs" in output
     if name == "loop.py":
@@ -106,8 +128,8 @@ def test_the_programs_of_the_page(place: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_short_names_of_an_installed_package(place: Path) -> None:
-    valence(place, "check", "tickets.yaml", "data.train.0.format=tickets")
-    output = valence(place, "import", "helpdesk", "export.jsonl", "--out", "feedback.jsonl")
+    installed(place, "check", "tickets.yaml", "data.train.0.format=tickets")
+    output = installed(place, "import", "helpdesk", "export.jsonl", "--out", "feedback.jsonl")
     assert "20 votes read" in output
     words = "rollout.engine=mine", "run.sinks=[{kind: file, project: short}]", "run.dir=runs/short"
     valence(place, "train", "sampled.yaml", *words)
@@ -116,9 +138,9 @@ def test_short_names_of_an_installed_package(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_names_an_importer(place: Path) -> None:
-    for name in ("helpdesk", "mytools.importer:read"):
+    for name, program in {"helpdesk": installed, "mytools.importer:read": valence}.items():
         words = f"data.train.0.format={name}", "data.train.0.path=export.jsonl"
-        output = valence(place, "check", "tickets.yaml", "method=apo_zero_unpaired", *words)
+        output = program(place, "check", "tickets.yaml", "method=apo_zero_unpaired", *words)
         assert ["export.jsonl", name, "20", "10", "10"] in [
             line.split()[:5] for line in output.splitlines()
         ]
@@ -137,7 +159,7 @@ def test_a_recipe_names_an_importer(place: Path) -> None:
 )
 def test_misspelled_names(place: Path, words: tuple[str, ...], expected: str) -> None:
     command = "train" if "Samplr" in words[-1] else "check"
-    output = valence(place, command, *words, status=2)
+    output = valence(place, command, *words, "run.dir=runs/misspelled", status=2)
     assert expected in " ".join(output.split())
 
 
@@ -205,7 +227,7 @@ def test_an_importer_that_yields_something_else(
     path = place / "mytools" / "importer.py"
     original = path.read_text()
     path.write_text(original.replace(old, new))
-    words = "import", "helpdesk", "export.jsonl", "--out", "broken.jsonl"
+    words = "import", "mytools.importer:read", "export.jsonl", "--out", "broken.jsonl"
     output = valence(place, *words, status=2)
     path.write_text(original)
     assert expected in " ".join(output.split())

@@ -27,7 +27,7 @@ LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines(
 @pytest.mark.slow
 def test_the_tables_are_up_to_date() -> None:
     titles = [match[2] for match in scale.TABLE.finditer(PAGE)]
-    assert titles == ["Memory per GPU", "Balance", "Throughput"]
+    assert titles == ["Memory per GPU", "Balance"]
     assert scale.page() == PAGE, "run `python -m tests.docs.scale`"
     assert scale.examples(ONE_GPU) == ONE_GPU, "run `python -m tests.docs.scale`"
 

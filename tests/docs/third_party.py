@@ -84,9 +84,8 @@ class Outside:
     def run(self, line: str, added: str = "") -> None:
         """Raises AssertionError where the program fails. added: words for Valence."""
         program, *words = shlex.split(line)
-        if program in COPIED and self.copies is None:
-            self.copies = Copies()
-            self.environment["COPY"] = str(self.copies.python)
+        if program in COPIED:
+            self.environment["COPY"] = self.interpreter()
         if program == "sbatch":
             self.finish()
             command = [
@@ -110,6 +109,12 @@ class Outside:
             self.sourced += f"{line}; "
         else:
             self._shell(self.local(line), added)
+
+    def interpreter(self) -> str:
+        """The path of a Python whose programs are copies."""
+        if self.copies is None:
+            self.copies = Copies()
+        return str(self.copies.python)
 
     def finish(self) -> None:
         """Waits for a job that is under way."""

@@ -35,6 +35,7 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
+from valence.apps.sweep import run as sweep_run
 
 PAGES = [
     "README.md",
@@ -319,6 +320,9 @@ class Walk:
             self._review(words)
         elif line.words:
             self._place_files(words)
+            if words[0] == "sweep":
+                python = self.outside.interpreter()
+                self.monkeypatch.setattr(sweep_run, "PROGRAM", (python, "-m", "valence"))
             if "--nproc" in words:
                 assert Program(*words, output="said").wait() == 0, (
                     f"{line}: {Path('said').read_text()}"

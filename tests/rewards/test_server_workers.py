@@ -26,7 +26,7 @@ from tests.errors import raises_error
 from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
-from valence.apps.serve import reward_batches
+from valence.apps.serve import reward_batches, reward_workers
 from valence.apps.serve.reward_batches import Limits
 
 FUNCTIONS = "tests.rewards.served_functions"
@@ -127,11 +127,12 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(
     same.
     """
     monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(reward_workers, "GRACE_SECONDS", 0.5)
     with served_as_command(
         f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(timeout=60)
     ) as server:
         pids = set[float]()
-        for _ in range(2 if " " in text else 10):
+        for _ in range(2 if " " in text else 6):  # each hangs twice, with the other and alone
             (hung, reply), (status, other) = parallel(server.url, [[text], ["pid"]])
             assert (hung, status) == (500, 200)
             assert has_words(reply["error"], "0.3 s")
@@ -306,7 +307,7 @@ def test_workers_killed_during_calls_are_replaced() -> None:
 
 @pytest.mark.slow
 def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_alone() -> None:
-    words = ("timeout=3", "concurrency=8")
+    words = ("timeout=2", "concurrency=8")
     limits = Limits(max_batch=1, concurrency=8, timeout=60)
     with served_as_command(f"{FUNCTIONS}:obeys_later", *words, limits=limits) as server:
         replies = parallel(server.url, [["pid"]] * 8)
@@ -314,7 +315,7 @@ def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_
         for text in ("wait", "block"):
             replies = parallel(server.url, [[text], ["a"], ["b"]])
             assert [status for status, _ in replies] == [500, 200, 200]
-            assert has_words(replies[0][1]["error"], "3 s")
+            assert has_words(replies[0][1]["error"], "2 s")
             # What to write instead.
             assert has_words(replies[0][1]["error"], "await") is (text == "block")
         assert server.post(query=["c"]).json()["rewards"] == [hash_score("c")]
@@ -423,7 +424,7 @@ def cpu_ticks(pid: int) -> int:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_the_server(number: int, text: str, tmp_path: Path) -> None:
     """Neither workers, whatever they are doing, nor what they have started."""
-    with command("--timeout", "3") as (process, url), httpx.Client(timeout=30) as client:
+    with command("--timeout", "2") as (process, url), httpx.Client(timeout=30) as client:
         pids = [int(client.post(url, json={"query": ["pid"]}).json()["rewards"][0])]
         file, before = tmp_path / "child.txt", cpu_ticks(pids[0])
         background(lambda: http_post(url, json={"query": [text.format(file)]}, timeout=30))

@@ -172,7 +172,12 @@ LAYOUTS = (
     (prefix_tree.MIN_SHARED_TOKENS, False),
 )
 CUTS = ((UNLIMITED, None), (0, None), (0, 1), (0, 2), (0, 7))
-ALL_WAYS = [Way(*layout, *cut, order) for layout in LAYOUTS for cut in CUTS for order in (None, 1)]
+ALL_WAYS = [
+    Way(*layout, *cut, (None, 1)[(i + j) % 2])
+    for i, layout in enumerate(LAYOUTS)
+    for j, cut in enumerate(CUTS)
+]
+"""Each layout with each cut. Each layout and each cut has rows in both orders."""
 FEW_WAYS = [
     Way(prefix_tree.MIN_SHARED_TOKENS, True, UNLIMITED, None, 1),
     Way(3, True, 0, None, None),

@@ -155,7 +155,7 @@ def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(
 ) -> None:
     """Before a checkpoint could say so."""
     settings = shared_runs.copy(tmp_path, run={"early_stop": NO_BETTER})
-    settings["train"]["epochs"] = 4
+    settings["train"]["max_steps"] = 12
     killed(settings, 8)
     run, message = train(settings)
     assert "step 6 of 12" in message

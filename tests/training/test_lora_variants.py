@@ -36,6 +36,7 @@ SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for
 def settings(name: str, folder: Path, place: Path, **run: Any) -> dict[str, Any]:
     recipe = settings_for(folder, place)
     recipe["model"]["lora"] = {"rank": 2, **VARIANTS[name]}
+    recipe["train"] |= {"max_steps": 7}
     recipe["run"] |= run
     return recipe
 
@@ -60,6 +61,7 @@ def test_micro_batches_change_nothing_and_rewards_start_at_zero(
         (place := tmp_path / str(tokens)).mkdir()
         recipe = settings(name, folder, place, log_every=1)
         recipe["train"] |= {"micro_batch_tokens": tokens, "max_steps": 1}
+        recipe |= {"data": recipe["data"] | {"eval": []}, "eval": {}}
         train(recipe, quiet=True)
         first.append(next(record for record in logged(place / "run") if "grad_norm" in record))
     once, divided = first
@@ -76,7 +78,7 @@ def test_an_exported_model_gives_the_policys_log_probabilities(
     name: str, export: str, folder: Path, tmp_path: Path
 ) -> None:
     recipe = settings(name, folder, tmp_path, export=export)
-    recipe["train"] |= {"learning_rate": 0.05}
+    recipe["train"] |= {"learning_rate": 0.05, "max_steps": 3}
     run, _ = train(recipe, quiet=True)
     with run.state.policy.eval().stock():
         trained = _logps(run.state.policy.model)

@@ -78,6 +78,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     """Also one that is killed twice; evaluations come at steps that save and at others."""
     (full := tmp_path / "whole").mkdir()
     (stopped := tmp_path / "stopped").mkdir()
+    sections = {"train": {"max_steps": 7}, **sections}
     run, _ = train(settings(name, folder, full, **sections), quiet=True)
     for step in (3, 6):
         killed(settings(name, folder, stopped, **sections), step)

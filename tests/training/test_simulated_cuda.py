@@ -18,6 +18,7 @@ from tests.training.test_run import recipe
 from valence.training.open_run import restore
 
 LORA = {"lora": {"rank": 4}}
+SHORT = {"epochs": 1}
 
 
 def judge(place: Path) -> str:
@@ -34,14 +35,14 @@ def judge(place: Path) -> str:
 
 RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kto, adapter": lambda model, place: recipe(
-        model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}
+        model, place, model=LORA, train=SHORT, run={"samples": {"prompts": 2, "max_new_tokens": 4}}
     ),
     "kto, adapter in bfloat16": lambda model, place: recipe(
-        model, place, model=LORA | {"dtype": "bfloat16"}
+        model, place, model=LORA | {"dtype": "bfloat16"}, train=SHORT
     ),
-    "dpo": lambda model, place: recipe(model, place, "dpo", train={"epochs": 1}),
+    "dpo": lambda model, place: recipe(model, place, "dpo", train=SHORT),
     "grpo": lambda _, place: recipes.recipe(
-        place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]
+        place, train={"max_steps": 2}, reward=[{"reward": judge(place)}]
     ),
     "ppo": lambda _, place: recipes.recipe(place, "ppo", train={"max_steps": 3}),
 }

@@ -82,7 +82,9 @@ def completions_of(run: Trainer, n: int = 3) -> list[Completion]:
     ],
 )
 def test_every_method_trains_on_episodes(method: str, place: Path) -> None:
-    run, _ = train(tool_recipe(place, method))
+    """In a first round and one step of a second."""
+    steps = ONLINE[method].rollout_defaults["epochs"] + 1
+    run, _ = train(tool_recipe(place, method, train={"max_steps": steps}))
     first, *rows = logged(place)
     assert first["eval/rollout/turns"] >= 1
     sampled = [row for row in rows if "rollout/turns" in row]
