@@ -27,6 +27,7 @@ from tests.docs.walk import (
 NOT_RUN: dict[str, dict[str, str]] = {
     "dev/architecture.md": {"*": "`tests/docs/test_architecture.py` compares its output"},
     "docs/extend.md": {"*": "`tests/docs/test_extend.py` runs all of it"},
+    "docs/cli.md": {"*": "one example of each command, with its own files; other pages run them"},
     "dev/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/index.md": {"pip install .": "`tests/docs/test_loop.py` runs it in a copy of the clone"},
     "docs/feedback/collect.md": dict.fromkeys(
