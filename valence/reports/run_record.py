@@ -496,6 +496,7 @@ def _check_evaluation(value: Any) -> Json:
     return evaluation
 
 
+@lru_cache(maxsize=4)  # a run that ends reads its recipe several times
 def _parse_yaml(text: str) -> Json:
     from ruamel.yaml import YAML, YAMLError
 
