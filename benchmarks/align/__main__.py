@@ -48,7 +48,7 @@ def main() -> int:
         methods=tuple(arguments.methods or size.methods),
     )
     peer = peer_python()
-    if peer is None:
+    if peer is None and not arguments.publish:
         print(NO_TRL, file=sys.stderr)
         return 2
     runs = frontier.Frontier(arguments.folder, size, peer, lambda text: print(text, flush=True))

@@ -64,7 +64,7 @@ class Size:
 
 
 FULL = Size(24, 16, 4, 2, 3, 3, ("kto", "dpo", "sft", "grpo", "online_dpo"))
-QUICK = Size(4, 3, 1, 1, 1, 1, ("kto", "dpo", "grpo"))
+QUICK = Size(3, 2, 1, 1, 1, 1, ("kto", "dpo", "grpo"))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class Estimate:
 class MethodSummary:
     """A method of a library.
 
-    area, at_5, at_10: rewards. other: of the reward that was not trained on, at the point with the
+    area, at_5, at_10: rewards. in_time: the largest reward within the time that the faster library
+    needs for the runs of the seed. other: the reward that was not trained on, at the point with the
     largest reward within 10 nats. seconds: of training, median of the runs. disagreement: of the
     losses of both libraries; None where the rows are sampled. num_runs: of all penalties and seeds.
     """
@@ -90,6 +91,7 @@ class MethodSummary:
     area: Estimate
     at_5: Estimate
     at_10: Estimate
+    in_time: Estimate
     other: Estimate
     seconds: float
     disagreement: float | None
@@ -115,11 +117,19 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
             max([start, *(p for p in points if p.kl <= MAX_KL)], key=lambda p: p.reward)
             for points in by_seed.values()
         ]
+        in_time: list[float] = []
+        for seed in by_seed:
+            every = [r for r in results.values() if (r["method"], r["seed"]) == (method, seed)]
+            for run in (r for r in every if r["library"] == library):
+                same = [r["seconds"] for r in every if r["penalty"] == run["penalty"]]
+                points = [Point(**p) for p in run["points"] if p["seconds"] <= min(same)]
+                in_time.append(max(p.reward for p in [start, *points]))
         summaries.append(
             MethodSummary(
                 library, method, len(runs), estimate(area),
                 estimate(lambda records: within(records, 5.0)),
                 estimate(lambda records: within(records, 10.0)),
+                Estimate(tuple(in_time)),
                 Estimate(tuple(point.other for point in best)),
                 median(run["seconds"] for run in runs),
                 _largest_disagreement(runs, results) if library == "trl" else None,
