@@ -67,20 +67,20 @@ def test_losses_of_other_steps_cannot_be_compared() -> None:
         disagreement([1.0], [1.0, 2.0])
 
 
-def models() -> tuple[Any, Any]:
+def two_models() -> tuple[Any, Any]:
     config = LlamaConfig(
         vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, initializer_range=0.5,
     )  # fmt: skip
-    made = []
+    models: list[Any] = []
     for seed in range(2):
         torch.manual_seed(seed)
-        made.append(LlamaForCausalLM(config).eval())
-    return made[0], made[1]
+        models.append(LlamaForCausalLM(config).eval())
+    return models[0], models[1]
 
 
 def test_the_divergence_is_that_of_the_definition() -> None:
-    policy, reference = models()
+    policy, reference = two_models()
     rows = [([3, 4, 5], [6, 7]), ([8], [9, 10, 11, 2]), ([3, 4], [2])]
     expected = 0.0
     for prompt, completion in rows:
@@ -100,7 +100,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
 
 
 def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() -> None:
-    policy, _ = models()
+    policy, _ = two_models()
     held = HeldOut([], end=2, max_new_tokens=6, samples=1, seed=0)
     with torch.no_grad():
         together = held.sample(policy, [[3, 4, 5], [8], [9, 3]])

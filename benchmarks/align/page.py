@@ -122,11 +122,11 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
 
 def publish(results: Mapping[str, Row], start: Point) -> None:
     """Write the results, the page and the figure."""
-    kept = {
+    runs = {
         name: {key: value for key, value in result.items() if key != "rows"}
         for name, result in results.items()
     }
-    record = {"start": asdict(start), "runs": kept}
+    record = {"start": asdict(start), "runs": runs}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
