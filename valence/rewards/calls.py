@@ -120,7 +120,7 @@ class Calls:
                     retries += 1
                 else:
                     pairs = zip(scores, batch, strict=True)
-                    return [checked(score, completion.num_turns) for score, completion in pairs]
+                    return [checked(score, completion) for score, completion in pairs]
 
     def _slot(self) -> asyncio.Semaphore:
         """The semaphore of the running event loop; a program may use several in turn."""
@@ -150,9 +150,9 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def checked(score: Score, num_turns: int | None = None) -> Score:
+def checked(score: Score, completion: Completion | None = None) -> Score:
     """Return the score, or a failed one if its value, one of its parts or of its turns is not a
-    finite number, or if its feedback is not text. num_turns: of the completion, if that is known.
+    finite number, or if its feedback is not text. completion: if known, its turns are counted.
     """
     if score.value is None:
         return score if score.error else Score(None, score.parts, "the reward returned no score")
@@ -163,7 +163,8 @@ def checked(score: Score, num_turns: int | None = None) -> Score:
     for subject, value in {"the score": score.value, **parts, **turns}.items():
         if not _is_finite(value):
             return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
-    if num_turns is not None and len(score.turns) not in (0, num_turns):
+    if score.turns and completion is not None and len(score.turns) != completion.num_turns:
+        num_turns = completion.num_turns
         problem = f"{len(score.turns)} rewards of turns for a completion of {num_turns} turns"
         return Score(None, error=problem)
     # a command's output may have characters that no tokenizer accepts
