@@ -174,8 +174,12 @@ def credit(name: str, round: Round, policy: Policy, **settings: Any) -> dict[str
     answers, n = len(round.arms), round.letters
     old, ref = policy.logp.detach()[round.arms], Policy.start(n).logp.detach()[round.arms]
     value = policy.value.detach()[round.arms]
+    reward = REWARD[n][round.arms]
+    reward_t = torch.zeros_like(old, dtype=reward.dtype)
+    reward_t[:, -1] = reward
     known = {
-        "reward": REWARD[n][round.arms],
+        "reward": reward,
+        "reward_t": reward_t.flatten(),
         "group": torch.arange(len(round.groups)).repeat_interleave(len(round.groups[0])),
         "owner": torch.arange(answers).repeat_interleave(n),
         "old_t": old.flatten(),
