@@ -586,21 +586,21 @@ class Score:
 
     ``value``: None if the reward failed; ``error`` then has the reason. A failure never has a
     number. ``parts``: the numbers that the value is computed from, by name. ``feedback``: what the
-    reward says about the completion in words, such as the error message of a test. ``turns``: for
-    a completion of several turns, how much of the value each turn has earned; what they do not
-    add up to belongs to the last one.
+    reward says about the completion in words, such as the error message of a test.
+    ``turn_rewards``: for a completion of several turns, how much of the value each turn has earned;
+    what they do not add up to belongs to the last one.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     feedback: str = ""
-    turns: Sequence[float] = ()
+    turn_rewards: Sequence[float] = ()
 
     @property
     def record(self) -> list[Any]:
         """The fields in a form that processes can exchange; ``Score(*record)`` restores it."""
-        return [self.value, dict(self.parts), self.error, self.feedback, list(self.turns)]
+        return [self.value, dict(self.parts), self.error, self.feedback, list(self.turn_rewards)]
 
 
 class Reward(Protocol):

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
 from benchmarks.parity.cases import z0_of_trl
 from benchmarks.parity.sides import trl_row
 from benchmarks.peers import ROOT, peer_environment
+from benchmarks.tools.__main__ import write
 from examples.demo import assets
 from valence.jobs.sample_rows import sample_rows
 from valence.options import SampleOptions
@@ -45,6 +46,7 @@ PENALTIES: dict[str, tuple[float | None, ...]] = {
 }
 """Values of beta, or of the weight of the KL penalty; the first one is that of a quick run."""
 IN_TRL = ("kto", "dpo", "grpo")
+"""Methods that TRL runs too."""
 ROWS = {"kto": "thumbs", "dpo": "pairs", "sft": "top_half"}
 
 
@@ -69,7 +71,7 @@ QUICK = Size(3, 2, 1, 1, 1, 1, ("kto", "dpo", "grpo"))
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """A run of a method. penalty: beta, or the weight of the KL penalty."""
 
     library: Library
     method: str
@@ -92,11 +94,6 @@ def cases(size: Size) -> list[Case]:
     ]
 
 
-def write(file: Path, rows: Sequence[Row]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
 def read(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -111,7 +108,8 @@ def make_rows(folder: Path, model: Path) -> None:
         prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
         write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in prompts])
     answers = folder / "answers.jsonl"
-    if not answers.exists():
+    num_answers = NUM_ANSWERS * len(read(folder / "train.jsonl"))
+    if not answers.exists() or len(read(answers)) < num_answers:
         options = SampleOptions(
             n=NUM_ANSWERS, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
             data=[str(folder / "train.jsonl")], out=answers,
@@ -290,8 +288,8 @@ class Frontier:
 
 
 class Measuring(valence.Callback):
-    """Measures the policy at some steps. The clock starts before the policy is loaded, and stands
-    still meanwhile.
+    """Measures the policy at some steps, and the seconds of training from loading the policy on,
+    without the measurements.
     """
 
     def __init__(self, frontier: Frontier, case: Case, start: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -106,7 +107,9 @@ class HeldOut:
         self, policy: Any, reference: Any, tokenizer: Any, films: FilmScore,
         step: int, seconds: float,
     ) -> Point:  # fmt: skip
-        """policy, reference: causal language models of transformers."""
+        """A policy after some steps and seconds of training. policy, reference: causal language
+        models of transformers.
+        """
         was_training = policy.training
         policy.eval()
         with torch.no_grad():
@@ -115,14 +118,13 @@ class HeldOut:
             kl = divergence(policy, reference, prompts, completions)
         policy.train(was_training)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-        mean_of = lambda values: sum(values) / len(texts)  # noqa: E731
         return Point(
             step,
             seconds,
-            mean_of(map(vader, texts)),
-            mean_of(map(films, texts)),
+            fmean(map(vader, texts)),
+            fmean(map(films, texts)),
             kl,
-            mean_of(map(len, completions)),
+            fmean(map(len, completions)),
             texts[0],
         )
 

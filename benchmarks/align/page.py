@@ -15,6 +15,7 @@ from benchmarks.align.summary import (
     MethodSummary,
     Row,
     frontier,
+    points_by_seed,
     summarize,
     within,
 )
@@ -72,12 +73,9 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
     for method in methods:
         for library in dict.fromkeys(run["library"] for run in runs if run["method"] == method):
-            of_case = [r for r in runs if (r["library"], r["method"]) == (library, method)]
-            by_seed: dict[int, list[Point]] = {}
-            for run in of_case:
-                by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
-            frontiers = [frontier(points, start) for points in by_seed.values()]
-            end = min(MAX_KL, *(max(p.kl for p in points) for points in by_seed.values()))
+            seeds = points_by_seed(results, library, method)
+            frontiers = [frontier(points, start) for points in seeds]
+            end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
             tenths = range(int(10 * end) + 1)  # no further than all seeds have come
             values = [fmean(within(f, k / 10) for f in frontiers) for k in tenths]
             curves.append((method, library, values))

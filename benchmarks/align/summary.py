@@ -47,6 +47,15 @@ def area(records: Sequence[tuple[float, float]]) -> float:
     return fmean(within(records, (i + 0.5) * MAX_KL / GRID) for i in range(GRID))
 
 
+def points_by_seed(results: Mapping[str, Row], library: str, method: str) -> list[list[Point]]:
+    """The points of all penalties, for each seed."""
+    by_seed: dict[int, list[Point]] = {}
+    for run in results.values():
+        if (run["library"], run["method"]) == (library, method):
+            by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
+    return list(by_seed.values())
+
+
 def disagreement(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The largest difference between the losses of the same steps, relative to their mean size."""
     if len(ours) != len(theirs):
@@ -79,8 +88,8 @@ class Estimate:
 class MethodSummary:
     """A method of a library.
 
-    area, at_5, at_10: rewards. in_time: the largest reward within the time that the faster library
-    needs for the runs of the seed. other: the reward that was not trained on, at the point with the
+    area, at_5, at_10: rewards. in_time: the largest reward of a run within the time that the faster
+    library needs for it. other: the reward that was not trained on, at the point with the
     largest reward within 10 nats. seconds: of training, median of the runs. disagreement: of the
     losses of both libraries; None where the rows are sampled. num_runs: of all penalties and seeds.
     """
@@ -102,10 +111,8 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
     summaries: list[MethodSummary] = []
     for library, method in dict.fromkeys((r["library"], r["method"]) for r in results.values()):
         runs = [r for r in results.values() if (r["library"], r["method"]) == (library, method)]
-        by_seed: dict[int, list[Point]] = {}
-        for run in runs:
-            by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
-        frontiers = [frontier(points, start) for points in by_seed.values()]
+        seeds = points_by_seed(results, library, method)
+        frontiers = [frontier(points, start) for points in seeds]
 
         def estimate(
             value: Callable[[list[tuple[float, float]]], float],
@@ -115,15 +122,13 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
 
         best = [
             max([start, *(p for p in points if p.kl <= MAX_KL)], key=lambda p: p.reward)
-            for points in by_seed.values()
+            for points in seeds
         ]
         in_time: list[float] = []
-        for seed in by_seed:
-            every = [r for r in results.values() if (r["method"], r["seed"]) == (method, seed)]
-            for run in (r for r in every if r["library"] == library):
-                same = [r["seconds"] for r in every if r["penalty"] == run["penalty"]]
-                points = [Point(**p) for p in run["points"] if p["seconds"] <= min(same)]
-                in_time.append(max(p.reward for p in [start, *points]))
+        for run in runs:
+            fastest = min(r["seconds"] for r in results.values() if _is_same(r, run))
+            points = [Point(**p) for p in run["points"] if p["seconds"] <= fastest]
+            in_time.append(max(p.reward for p in [start, *points]))
         summaries.append(
             MethodSummary(
                 library, method, len(runs), estimate(area),
@@ -138,12 +143,17 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
     return summaries
 
 
+def _is_same(run: Row, other: Row) -> bool:
+    """Whether two runs differ at most in their library."""
+    return all(run[name] == other[name] for name in ("method", "penalty", "seed"))
+
+
 def _largest_disagreement(runs: Sequence[Row], results: Mapping[str, Row]) -> float | None:
     values = [
         disagreement(ours["losses"], run["losses"])
         for run in runs
         for ours in results.values()
         if ours["library"] == "valence" and not run["samples"]
-        and all(ours[name] == run[name] for name in ("method", "penalty", "seed"))
+        and _is_same(ours, run)
     ]  # fmt: skip
     return max(values, default=None)

@@ -71,9 +71,9 @@ def test_the_text_of_a_score_is_stored(counting: Any) -> None:
 
 def test_the_rewards_of_turns_are_stored(counting: Any) -> None:
     cached = cached_reward(counting("counts", "def f(completions):\n    return [[0.5], [2]]\n"))
-    turns = [score.turns for score in scores(cached, answers(2))]
+    turns = [score.turn_rewards for score in scores(cached, answers(2))]
     again = cached_reward("counts:f")
-    assert [score.turns for score in scores(again, answers(2))] == turns == [(0.5,), (2.0,)]
+    assert [score.turn_rewards for score in scores(again, answers(2))] == turns == [(0.5,), (2.0,)]
     assert (again.parts[0].reward.hits, again.parts[0].reward.misses) == (2, 0)
 
 

@@ -60,13 +60,13 @@ def test_texts_of_all_rewards_in_the_sum_are_joined() -> None:
 
 def test_rewards_of_turns_are_weighted_like_those_of_completions() -> None:
     parts = (
-        RewardPart(Fixed("a", [Score(3.0, turns=(1.0, 2.0)), Score(1.0)]), 0.5),
-        RewardPart(Fixed("b", [Score(4.0, turns=(0.0, 4.0)), Score(2.0)]), -2.0),
+        RewardPart(Fixed("a", [Score(3.0, turn_rewards=(1.0, 2.0)), Score(1.0)]), 0.5),
+        RewardPart(Fixed("b", [Score(4.0, turn_rewards=(0.0, 4.0)), Score(2.0)]), -2.0),
         RewardPart(fixed("c", 5.0, 5.0)),
     )
     first, second = scores(Combined(parts), answers(2))
-    assert (first.value, first.turns) == (1.5 - 8.0 + 5.0, (0.5, 1.0 - 8.0))
-    assert (second.value, second.turns) == (0.5 - 4.0 + 5.0, ())
+    assert (first.value, first.turn_rewards) == (1.5 - 8.0 + 5.0, (0.5, 1.0 - 8.0))
+    assert (second.value, second.turn_rewards) == (0.5 - 4.0 + 5.0, ())
 
 
 def test_a_clip_acts_before_the_weight_and_shows_in_the_parts() -> None:

@@ -286,11 +286,12 @@ def test_a_list_rewards_each_turn(write: Any) -> None:
         from valence.types import Score
 
         def f(completions):
-            return [[0.25, 1], Score(2.0, turns=[0.5, 0.5]), [1.0], [1.0, float("nan")], [2, None]]
+            score = Score(2.0, turn_rewards=[0.5, 0.5])
+            return [[0.25, 1], score, [1.0], [1.0, float("nan")], [2, None]]
     """)
     result = scores(reward(f"{module}:f"), [completion] * 5)
     assert [score.value for score in result] == [1.25, 2.0, None, None, None]
-    assert [tuple(score.turns) for score in result[:2]] == [(0.25, 1.0), (0.5, 0.5)]
+    assert [tuple(score.turn_rewards) for score in result[:2]] == [(0.25, 1.0), (0.5, 0.5)]
     assert has_words(result[2].error, 1, 2, "turns")
 
 

@@ -130,7 +130,7 @@ class ScoreCache:
             self._lines.append(
                 {"key": key, "value": s.value, "parts": dict(s.parts)}
                 | ({"feedback": s.feedback} if s.feedback else {})
-                | ({"turns": list(s.turns)} if s.turns else {})
+                | ({"turns": list(s.turn_rewards)} if s.turn_rewards else {})
                 for key, s in new.items()
             )
 
@@ -241,4 +241,4 @@ def _parse_score(entry: Mapping[str, Any]) -> tuple[str, Score]:
     is_finite = all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
     if not (isinstance(key, str) and isinstance(feedback, str) and is_finite):
         raise ValueError("not a score")
-    return key, Score(value, parts, feedback=feedback, turns=tuple(turns))
+    return key, Score(value, parts, feedback=feedback, turn_rewards=tuple(turns))

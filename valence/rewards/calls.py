@@ -158,14 +158,14 @@ def checked(score: Score, completion: Completion | None = None) -> Score:
         return score if score.error else Score(None, score.parts, "the reward returned no score")
     if not isinstance(score.feedback, str):
         return Score(None, error=f"the feedback is {describe(score.feedback)}, not text")
-    turns = {f"the reward of turn {i}": value for i, value in enumerate(score.turns, 1)}
+    turns = {f"the reward of turn {i}": value for i, value in enumerate(score.turn_rewards, 1)}
     parts = {f"the part {name}": value for name, value in score.parts.items()}
     for subject, value in {"the score": score.value, **parts, **turns}.items():
         if not _is_finite(value):
             return Score(None, error=f"{subject} is {describe(value)}, not a finite number")
-    if score.turns and completion is not None and len(score.turns) != completion.num_turns:
-        num_turns = completion.num_turns
-        problem = f"{len(score.turns)} rewards of turns for a completion of {num_turns} turns"
+    count = len(score.turn_rewards)
+    if count and completion is not None and count != completion.num_turns:
+        problem = f"{count} rewards of turns for a completion of {completion.num_turns} turns"
         return Score(None, error=problem)
     # a command's output may have characters that no tokenizer accepts
     return replace(score, feedback=score.feedback.encode("utf-8", "replace").decode().strip())

@@ -88,6 +88,6 @@ class Combined:
         if not math.isfinite(total):
             return Score(None, numbers, f"the weighted sum is {total}, not a finite number")
         texts = dict.fromkeys(score.feedback for _, _, score in counted if score.feedback)
-        turns = [[part.weight * x for x in score.turns] for part, _, score in counted]
+        turns = [[part.weight * x for x in score.turn_rewards] for part, _, score in counted]
         of_turns = [sum(column) for column in zip(*filter(None, turns), strict=True)]
-        return Score(total, numbers, feedback="\n\n".join(texts), turns=tuple(of_turns))
+        return Score(total, numbers, feedback="\n\n".join(texts), turn_rewards=tuple(of_turns))

@@ -343,7 +343,7 @@ def _score(value: Any, place: str) -> Score:
         turns = [_score(turn, place) for turn in value]
         failed = [turn for turn in turns if turn.value is None]
         numbers = tuple(turn.value or 0.0 for turn in turns)
-        return failed[0] if failed else Score(sum(numbers), turns=numbers)
+        return failed[0] if failed else Score(sum(numbers), turn_rewards=numbers)
     if callable(getattr(value, "item", None)):  # numpy or torch
         value = attempt(value.item)
     if not isinstance(value, Real):  # booleans are numbers in Python

@@ -269,7 +269,7 @@ def environment() -> Rule:
                 "the completion has no reward of an environment: set rollout.environment to a "
                 "class with get_reward or get_turn_reward"
             )
-        return Score(episode.reward, turns=episode.turn_rewards)
+        return Score(episode.reward, turn_rewards=episode.turn_rewards)
 
     return rule
 

@@ -634,7 +634,7 @@ class Collector:
                     reward - self._overlong_penalty(len(sampled[i].tokens))
                     for i, reward in zip(places, rewards, strict=True)
                 )
-                turns = tuple(tuple(scored[i].turns) for i in places)
+                turns = tuple(tuple(scored[i].turn_rewards) for i in places)
                 example, answers = with_prompts(prompt.example, [sampled[i] for i in places])
                 feedback = tuple(scored[i].feedback for i in places)
                 group = RolloutGroup(
@@ -857,8 +857,8 @@ class Collector:
             row["parts"] = dict(score.parts)
         if score.feedback:
             row["feedback"] = score.feedback
-        if score.turns:
-            row["turn_rewards"] = list(score.turns)
+        if score.turn_rewards:
+            row["turn_rewards"] = list(score.turn_rewards)
         return row | {
             "prompt": as_text(prompt.row.prompt, self._prepared.tokenizer),
             "completion": answer_text(completion),

@@ -251,9 +251,9 @@ def test_an_environment_rewards_turns(method: str, place: Path) -> None:
             if not call["error"]:
                 earned[call["turn"] - 1] += call["arguments"]["number"]
         earned[-1] += 0.5
-        assert tuple(score.turns) == episode.turn_rewards == tuple(earned)
+        assert tuple(score.turn_rewards) == episode.turn_rewards == tuple(earned)
         assert score.value == sum(earned)
-        column = per_token(completion, token_rewards(completion, score.value, score.turns))
+        column = per_token(completion, token_rewards(completion, score.value, score.turn_rewards))
         total, position = 0.0, 0
         for is_sampled, tokens in groupby(completion.sampled):
             position += len(list(tokens))

@@ -115,7 +115,7 @@ def _encode(score: Score) -> list[Any]:
         error = f"the parts of the score are not numbers: {describe_error(parts.error)}"
         return Score(None, error=error).record
     value = None if score.value is None else float(score.value)
-    return Score(value, parts, error, score.feedback, score.turns).record
+    return Score(value, parts, error, score.feedback, score.turn_rewards).record
 
 
 def _send(connection: socket.socket, reply: Mapping[str, Any]) -> None:
