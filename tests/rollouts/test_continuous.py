@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
-from valence.rollouts.hf import evaluating
+from valence.rollouts.hf import evaluating, uniforms
 from valence.types import Completion
 
 KINDS = ("llama", "cohere", "gemma2", "mistral-window", "gpt2", "gpt_neox", "bloom")
@@ -21,6 +22,10 @@ def generator_of(kind: str) -> HFGenerator:
     tokenizer: Any = tiny_tokenizer()
     model: Any = tiny(kind, vocab_size=len(tokenizer), dtype=torch.float64)
     return HFGenerator(model, tokenizer, end_ids=[0, 1, 2])
+
+
+def completions(prompt: tuple[int, ...], samplings: Sequence[Sampling]) -> list[RunningCompletion]:
+    return [RunningCompletion(prompt, s, uniforms(s, 0, 0)) for s in samplings]
 
 
 def sample(
@@ -34,8 +39,9 @@ def sample(
         while batch.rows or any(waiting.values()):
             for number, added in waiting.items():
                 while number <= step and added and batch.can_add:
-                    prompt, samplings = added.pop(0)
-                    rows += batch.add(prompt, samplings)
+                    new = completions(*added.pop(0))
+                    batch.add(new)
+                    rows += new
             if batch.rows:
                 batch.draw()
                 batch.advance()
@@ -66,17 +72,17 @@ def test_completions_are_the_same_alone_and_together(kind: str) -> None:
         9: [(short, samplings(9)), (medium, samplings(6))],
         30: [(short, samplings(8))],
     }
-    completions = sample(generator, arrivals)
+    together = sample(generator, arrivals)
     expected = [
         generator.generate([prompt], 1, sampling)[0][0]
         for added in arrivals.values()
         for prompt, samplings_of_prompt in added
         for sampling in samplings_of_prompt
     ]
-    assert [completion.tokens for completion in completions] == [
+    assert [completion.tokens for completion in together] == [
         completion.tokens for completion in expected
     ]
-    for mine, alone in zip(completions, expected, strict=True):
+    for mine, alone in zip(together, expected, strict=True):
         assert (mine.text, mine.stop, mine.prompt_id) == (alone.text, alone.stop, alone.prompt_id)
         assert mine.logps == pytest.approx(alone.logps, abs=1e-6)
 
@@ -85,8 +91,9 @@ def test_the_cache_is_not_longer_than_its_longest_row() -> None:
     generator = generator_of("llama")
     batch = ContinuousBatch(generator)
     with torch.no_grad():
-        batch.add(tuple(range(3, 90)), [Sampling(max_new_tokens=2)])
-        batch.add((5, 6), [Sampling(max_new_tokens=50, seed=seed) for seed in (1, 2)])
+        batch.add(completions(tuple(range(3, 90)), [Sampling(max_new_tokens=2)]))
+        samplings = [Sampling(max_new_tokens=50, seed=seed) for seed in (1, 2)]
+        batch.add(completions((5, 6), samplings))
         for _ in range(3):
             batch.draw()
             batch.advance()
@@ -101,7 +108,8 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     with torch.no_grad():
         head.weight.fill_(float("nan"))
         batch = ContinuousBatch(generator)
-        [row] = batch.add((5, 6), [Sampling()])
+        [row] = completions((5, 6), [Sampling()])
+        batch.add([row])
         batch.draw()
     assert isinstance(row.error, FloatingPointError)
     assert row.is_finished

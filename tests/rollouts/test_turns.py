@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from tests.rollouts.test_continuous import KINDS, generator_of
 from valence.rollouts import HFGenerator, Sampling
+from valence.rollouts.continuous import ContinuousBatch, KeysValues, RunningCompletion
 from valence.rollouts.hf import evaluating, uniforms
-from valence.rollouts.turns import Conversation, TurnSampler
 
 PROMPTS = (tuple(range(5, 8)), tuple(range(5, 8)), tuple(range(9, 20)), tuple(range(4, 44)))
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.9)
@@ -29,45 +31,79 @@ def with_short_turns(kind: str) -> HFGenerator:
     return generator
 
 
-def conversations() -> list[Conversation]:
-    return [Conversation(list(p), uniforms(SAMPLING, 0, k)) for k, p in enumerate(PROMPTS)]
+@dataclass
+class Conversation:
+    """tokens: so far. turns: of the policy."""
+
+    number: int
+    tokens: list[int]
+    turns: Turns = field(default_factory=Turns)
+    saved: KeysValues | None = None
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - len(PROMPTS[self.number])
+
+    def next_turn(self) -> RunningCompletion:
+        draws = uniforms(SAMPLING, 0, self.number)[self.num_new :]
+        return RunningCompletion(tuple(self.tokens), SAMPLING, draws, self.saved)
+
+    def add(self, row: RunningCompletion, ends: list[int]) -> None:
+        self.turns.append((len(self.tokens), row.tokens, row.logps))
+        self.tokens += row.tokens
+        if row.tokens[-1] in ends:
+            self.tokens += RESULTS[self.number]
 
 
-def sample_turns(generator: HFGenerator, started: list[list[int]], *, keep: bool) -> list[Turns]:
-    """The turns of each conversation. started: those that take part in each wave."""
-    items, turns = conversations(), [Turns() for _ in PROMPTS]
-    sampler, open_turns = TurnSampler(generator, SAMPLING), set(range(len(items)))
-
-    def on_turn(item: Conversation, tokens: list[int], logps: list[float]) -> None:
-        k = items.index(item)
-        turns[k].append((len(item.tokens) - len(tokens), tokens, logps))
-        if not keep:
-            item.saved = None
-        if tokens[-1] in generator.end_ids:
-            item.tokens += RESULTS[k]
-        if len(item.tokens) - item.start >= SAMPLING.max_new_tokens:
-            open_turns.discard(k)
-
+def sample_turns(
+    generator: HFGenerator, joining: list[list[int]], *, keep: bool
+) -> list[Conversation]:
+    """joining: the conversations whose next turn joins the others at each step, or as soon as it
+    can. A conversation takes part once its turn before has ended."""
+    items = [Conversation(k, list(prompt)) for k, prompt in enumerate(PROMPTS)]
+    batch, running = ContinuousBatch(generator), dict[RunningCompletion, Conversation]()
+    steps, waiting = iter(joining), list[int]()
     with torch.no_grad(), evaluating(generator.model):
-        for wave in started:
-            if chosen := [items[k] for k in wave if k in open_turns]:
-                sampler.sample(chosen, on_turn, lambda: None)
-    assert all(item.tokens for item in items)
-    return turns
+        while (new := next(steps, None)) is not None or running or waiting:
+            waiting += new or []
+            busy = {item.number for item in running.values()}
+            chosen = [items[k] for k in dict.fromkeys(waiting) if k not in busy]
+            if batch.can_add and chosen:
+                waiting = [k for k in waiting if k in busy]
+                rows = {
+                    item.next_turn(): item
+                    for item in chosen
+                    if item.num_new < SAMPLING.max_new_tokens
+                }
+                batch.add(list(rows))
+                running.update(rows)
+            if not batch.rows:
+                continue
+            batch.draw()
+            for row in batch.rows:
+                if row.is_finished:
+                    item = running.pop(row)
+                    item.saved = batch.save(row) if keep else None
+                    item.add(row, generator.end_ids)
+            batch.advance()
+    return items
 
 
-WAVES = [[0, 1, 3], [0, 1, 2, 3], [2, 3], [3, 1, 0, 2], [0, 2]]
+JOINING = [
+    *([0, 1, 3], [], [2], [0], [], [0, 1, 2, 3], [], [], [2, 3], [], [3, 1, 0, 2], [], [0, 2]),
+    *([], [], [1, 3, 0], [2], [], [3], [0, 1, 2], [], [3, 2], [1], [0]),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_turns_have_the_log_probabilities_of_the_whole_conversation(kind: str) -> None:
     """Prompts of several lengths, some of them equal; conversations that join later."""
-    generator, items = with_short_turns(kind), conversations()
-    turns = sample_turns(generator, WAVES, keep=True)
-    assert sum(map(len, turns)) > 8
-    for k, (item, sampled) in enumerate(zip(items, turns, strict=True)):
-        tokens = list(item.tokens)
-        for before, turn, logps in sampled:
+    generator = with_short_turns(kind)
+    items = sample_turns(generator, JOINING, keep=True)
+    assert sum(len(item.turns) for item in items) > 6
+    for k, item in enumerate(items):
+        tokens = list(PROMPTS[k])
+        for before, turn, logps in item.turns:
             tokens += RESULTS[k] if before > len(tokens) else ()
             assert before == len(tokens)
             [expected] = generator.logps([(tokens, turn)], temperature=SAMPLING.temperature)
@@ -79,11 +115,9 @@ def test_turns_have_the_log_probabilities_of_the_whole_conversation(kind: str) -
 def test_kept_keys_and_values_change_nothing(kind: str) -> None:
     generator = with_short_turns(kind)
     with_cache, without_cache = (
-        sample_turns(generator, WAVES, keep=keep) for keep in (True, False)
+        sample_turns(generator, JOINING, keep=keep) for keep in (True, False)
     )
-    assert [[t for _, t, _ in turns] for turns in with_cache] == [
-        [t for _, t, _ in turns] for turns in without_cache
-    ]
+    assert [item.tokens for item in with_cache] == [item.tokens for item in without_cache]
 
 
 def test_only_new_tokens_are_run() -> None:

@@ -21,7 +21,7 @@ from tests.tiny import tiny_tokenizer
 from valence.apps.serve.chat import Answer, ChatModel, TextStream
 from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling
-from valence.rollouts.continuous import ContinuousBatch
+from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 
@@ -236,9 +236,9 @@ def test_at_most_max_batch_completions_are_sampled_at_once(monkeypatch: pytest.M
         sizes.append(len(batch.rows))
         draw(batch)
 
-    def record(batch: ContinuousBatch, prompt: tuple[int, ...], samplings: list[Sampling]) -> Any:
-        seeds.extend(sampling.seed for sampling in samplings)
-        return add(batch, prompt, samplings)
+    def record(batch: ContinuousBatch, rows: list[RunningCompletion]) -> None:
+        seeds.extend(row.sampling.seed for row in rows)
+        add(batch, rows)
 
     monkeypatch.setattr(ContinuousBatch, "draw", count)
     monkeypatch.setattr(ContinuousBatch, "add", record)
@@ -288,10 +288,10 @@ def test_a_prompt_that_fails_leaves_the_other_requests(
 ) -> None:
     add = ContinuousBatch.add
 
-    def fail(batch: ContinuousBatch, prompt: tuple[int, ...], *rest: Any) -> Any:
-        if len(prompt) > 20:
+    def fail(batch: ContinuousBatch, rows: list[RunningCompletion]) -> None:
+        if len(rows[0].prompt) > 20:
             raise RuntimeError("out of memory")
-        return add(batch, prompt, *rest)
+        add(batch, rows)
 
     monkeypatch.setattr(ContinuousBatch, "add", fail)
 

@@ -215,10 +215,17 @@ class Tools:
         return self._environment is not None and self._environment.has_turn_reward
 
     @property
-    def is_replayable(self) -> bool:
-        """Whether calling the tools again gives the same results: what the class of the environment
-        says of itself with ``replayable``."""
-        return self._environment is None or self._environment.is_replayable
+    def not_replayable(self) -> list[str]:
+        """Functions and environments whose calls cannot be repeated with the same results: they say
+        so with the attribute ``replayable = False``."""
+        functions = [
+            tool.target
+            for tool in self._tools.values()
+            if not getattr(tool.function, "replayable", True)
+        ]
+        if self._environment is not None and not self._environment.is_replayable:
+            functions.append(self._environment.target)
+        return functions
 
     @property
     def identity(self) -> Mapping[str, Any]:

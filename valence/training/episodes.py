@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -19,16 +20,16 @@ from valence.data.encode import Encoder
 from valence.data.tool_calls import CallFormat, ParsedTurn, call_format_of
 from valence.data.vocab import RowError
 from valence.errors import UserError
+from valence.rollouts.continuous import ContinuousBatch, KeysValues, RunningCompletion
 from valence.rollouts.hf import HFGenerator, uniforms
 from valence.rollouts.protocol import Sampling, completion_seed
 from valence.rollouts.tools import RewardMethod, ToolError, ToolResult, Tools, ToolSession
-from valence.rollouts.turns import Conversation, TurnSampler
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
 PATIENCE = 5.0
-"""Seconds for which all episodes wait for the tools of some. A slower tool delays its own episode
-only; which episodes are then sampled together, and so the rounding of their log-probabilities,
-depends on time.
+"""Seconds for which all episodes wait for the tools of some, if the tools can be replayed: the
+rounding of log-probabilities depends on which turns are sampled together, which then does not
+depend on time. A slower tool, or one that cannot be replayed, delays its own episode only.
 """
 
 T = TypeVar("T")
@@ -128,6 +129,11 @@ class EpisodeRun:
     def num_left(self) -> int:
         """How many tokens may follow."""
         return self.limit - len(self.tokens)
+
+    def next_turn(self, sampling: Sampling, saved: KeysValues | None) -> RunningCompletion:
+        """The turn that is sampled next. saved: keys and values of what precedes it."""
+        draws = uniforms(sampling, self.position, self.index)[len(self.tokens) :]
+        return RunningCompletion(tuple(self.context), sampling, draws, saved)
 
     async def start(self) -> bool:
         """Reset the environment, if there is one. Returns whether a turn is to be sampled."""
@@ -381,83 +387,86 @@ def sample_episodes(
 ) -> None:
     """Sample episodes in this process, at most ``generator.batch_size`` at once.
 
-    Turns are sampled in waves: all episodes whose tools have answered take part in the next one.
-    While a wave is sampled, the tools of turns that have ended are already called.
+    Their turns are sampled together. While some are sampled, the tools of turns that have ended
+    are called. An episode whose tools have answered joins those that are being sampled. If the
+    tools can be replayed, it joins only when no turn is being sampled, see ``PATIENCE``.
 
     progress: called before each token, with the number of episodes that have ended since its last
     call. on_end: called when an episode has ended. Raises FloatingPointError if logits are not
     finite.
     """
-    waiting, sampler = deque(enumerate(episodes)), TurnSampler(generator, sampling)
-    conversations: dict[int, Conversation] = {}
+    tools = episodes[0].use.tools
+    patience = 0.0 if tools.not_replayable else PATIENCE
+    batch, waiting = ContinuousBatch(generator), deque(range(len(episodes)))
+    running: dict[RunningCompletion, int] = {}
+    saved: dict[int, KeysValues | None] = {}
     pending: dict[Future[bool], int] = {}
     ready: list[int] = []
     num_live = 0
     background = BackgroundLoop()
     try:
         # so that no episode has to wait for the imports of the tools
-        for episode in episodes[:1]:
-            background.submit(episode.use.tools.prepare()).result()
-        while waiting or pending or ready:
+        background.submit(tools.prepare()).result()
+        while waiting or num_live:
             while waiting and num_live < generator.batch_size:
-                number, episode = waiting.popleft()
-                pending[background.submit(episode.start())] = number
+                number = waiting.popleft()
+                pending[background.submit(episodes[number].start())] = number
                 num_live += 1
             num_ended = 0
-            for future in _answered(pending, bool(ready), progress):
-                number = pending.pop(future)
-                if future.result():
-                    ready.append(number)
-                    continue
-                conversations.pop(number, None)
-                on_end(episodes[number])
-                num_ended += 1
+            if not (patience and batch.rows):
+                is_idle = not batch.rows and not ready
+                for future in _answered(pending, patience, is_idle, progress):
+                    number = pending.pop(future)
+                    if future.result():
+                        ready.append(number)
+                    else:
+                        on_end(episodes[number])
+                        num_ended += 1
             progress(num_ended)
             num_live -= num_ended
-            if not ready or (num_ended and waiting):
+            if patience and num_ended and waiting:  # the next ones join the same turns
                 continue
-            wave: list[Conversation] = []
-            numbers: dict[int, int] = {}
-            for number in sorted(ready):
-                episode = episodes[number]
-                conversation = conversations.get(number)
-                if conversation is None:
-                    draws = uniforms(sampling, episode.position, episode.index)
-                    conversation = Conversation(episode.context, draws)
-                    conversations[number] = conversation
-                else:
-                    conversation.tokens += episode.context[len(conversation.tokens) :]
-                numbers[id(conversation)] = number
-                wave.append(conversation)
-            ready = []
-
-            def on_turn(
-                conversation: Conversation,
-                tokens: list[int],
-                logps: list[float],
-                numbers: dict[int, int] = numbers,
-            ) -> None:
-                number = numbers[id(conversation)]
-                work = episodes[number].take_turn(tokens, logps)
+            if ready and batch.can_add:
+                rows = {
+                    episodes[number].next_turn(sampling, saved.pop(number, None)): number
+                    for number in sorted(ready)
+                }
+                batch.add(list(rows))
+                running.update(rows)
+                ready = []
+            if not batch.rows:
+                continue
+            for row in batch.draw():
+                if row.error is not None:
+                    raise row.error
+                number = running.pop(row)
+                if len(row.tokens) < len(row.draws):
+                    saved[number] = batch.save(row)
+                work = episodes[number].take_turn(row.tokens, row.logps)
                 pending[background.submit(work)] = number
-
-            sampler.sample(wave, on_turn, lambda: progress(0))
+            batch.advance()
     finally:
         background.close(episodes)
 
 
 def _answered(
-    pending: Mapping[Future[bool], int], has_ready: bool, progress: Callable[[int], None]
+    pending: Mapping[Future[bool], int],
+    patience: float,
+    is_idle: bool,
+    progress: Callable[[int], None],
 ) -> list[Future[bool]]:
-    """The futures that are done: all of them, if that takes no longer than ``PATIENCE``, else at
-    least one.
+    """The futures that are done: all of them, if that takes no longer than ``patience`` seconds.
 
-    has_ready: whether something can be sampled, so that none has to be done.
+    is_idle: nothing can be sampled, so at least one has to be done.
     """
-    waited = 0.0
+    end = time.monotonic() + patience
     while True:
-        done, rest = wait(pending, timeout=0.1)
-        waited += 0.1
-        if not rest or (waited >= PATIENCE and (done or has_ready)):
+        is_late = time.monotonic() >= end
+        done, rest = wait(
+            pending,
+            timeout=0.1 if is_idle or not is_late else 0.0,
+            return_when=FIRST_COMPLETED if is_late else ALL_COMPLETED,
+        )
+        if not rest or (is_late and (done or not is_idle)):
             return sorted(done, key=lambda future: pending[future])
         progress(0)

@@ -182,11 +182,11 @@ class Rounds:
         if "loss.kl_beta" in changed and self.kl_beta is not None:
             self.kl_beta = self._prepared.recipe.loss["kl_beta"]
         use = self._prepared.tool_use
-        if use is not None and not use.tools.is_replayable and not self.steps:
+        if use is not None and use.tools.not_replayable and not self.steps:
             self._messages.warn(
                 f"round {self.num_rounds + 1} may have begun before the interruption and is "
-                f"sampled from its start: calls of {self._prepared.recipe.rollout.environment}, "
-                "which cannot be replayed, may be made twice"
+                f"sampled from its start: calls of {', '.join(use.tools.not_replayable)}, which "
+                "cannot be replayed, may be made twice"
             )
 
     def close(self) -> None:

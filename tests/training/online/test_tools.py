@@ -22,6 +22,7 @@ from tests.training.online.test_servers import kill_at
 from tests.training.online.tool_kit import (
     BY_CHANCE,
     COUNTER,
+    LAST,
     SCALE,
     SHOP,
     TURNS,
@@ -193,6 +194,31 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
         assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
         for mine, first in zip(gradient, expected[1], strict=True):
             assert torch.allclose(mine, first, rtol=1e-3, atol=1e-6)
+
+
+def test_a_slow_tool_that_cannot_be_replayed_delays_its_episode_only(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others end before its first call has a result."""
+    monkeypatch.setattr(episodes, "PATIENCE", 600.0)
+    run = built(place, reward=[], rollout={"tools": None, "environment": LAST})
+
+    def sample(name: str, last: int | None = None) -> list[Completion]:
+        (folder := place / name).mkdir()
+        originals = run.prepared.corpora["train"].loaded.examples
+        columns = {"folder": str(folder), "num_others": len(originals) - 1}
+        rows: list[Any] = [
+            replace(row, info={**columns, "is_last": k == last}) for k, row in enumerate(originals)
+        ]
+        return [completion for [completion] in run.sample(rows, SAMPLING)]
+
+    together = sample("together")
+    last = next(k for k, c in enumerate(together) if c.episode and len(c.episode.calls) > 1)
+    delayed = sample("delayed", last)
+    assert [c.tokens for c in delayed] == [c.tokens for c in together]
+    assert [[call["error"] for call in c.episode.calls] for c in delayed if c.episode] == [
+        [call["error"] for call in c.episode.calls] for c in together if c.episode
+    ]
 
 
 def test_an_environment_resets_rewards_and_adds_to_the_prompt(place: Path) -> None:
@@ -437,7 +463,7 @@ def test_changed_tools_and_environments_without_replay_are_reported(
     (place / "my_tools.py").write_text(source.format("Mine", 3))
     del sys.modules["my_tools"]
     _, printed = train(settings)
-    assert "cannot be replayed" in printed
+    assert "calls of my_tools:Mine, which cannot be replayed" in printed
     assert "the tools have changed" in printed
 
 

@@ -15,6 +15,7 @@ from valence.types import Completion
 SCALE = "tests.training.online.tool_functions:scale"
 SHOP = "tests.training.online.tool_functions:Shop"
 COUNTER = "tests.training.online.tool_functions:Counter"
+LAST = "tests.training.online.tool_functions:Last"
 TURNS = "tests.training.online.tool_kit:turns"
 
 

@@ -19,6 +19,7 @@ from valence.data.tool_calls import CallFormat, call_format_of
 from valence.errors import UserError
 from valence.rollouts import Sampling
 from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
+from valence.rollouts.hf import uniforms
 from valence.training.episodes import BackgroundLoop, EpisodeRun, count_calls, parse_turn
 from valence.training.sampling import PolicySampler, sampling_failed
 from valence.training.trainer import Trainer
@@ -146,12 +147,10 @@ class _Request:
     has left.
     """
 
-    prompt: tuple[int, ...]
-    sampling: Sampling
+    row: RunningCompletion
     text: TextStream
     put: Callable[[str | None], None]
     is_cancelled: threading.Event = field(default_factory=threading.Event)
-    row: RunningCompletion | None = None
     result: Completion | BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -465,7 +464,8 @@ class ChatModel:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         text = TextStream(self.encoder.tokenizer, stops, holds)
-        request = _Request(prompt, sampling, text, put)
+        row = RunningCompletion(prompt, sampling, uniforms(sampling, 0, 0))
+        request = _Request(row, text, put)
         self._submit(request)
         try:
             while (piece := await pieces.get()) is not None:
@@ -528,16 +528,13 @@ class ChatModel:
         if self._closed.is_set():
             raise _stopped()
         while requests := self._next_requests(batch):
-            first = requests[0]
             try:
-                rows = batch.add(first.prompt, [request.sampling for request in requests])
+                batch.add([request.row for request in requests])
             except (UserError, RuntimeError) as error:  # such as a prompt without enough memory
                 for request in requests:
                     request.fail(error)
-                continue
-            for request, row in zip(requests, rows, strict=True):
-                request.row = row
-                self._active.append(request)
+            else:
+                self._active += requests
         with self._lock:
             self._is_sampling = bool(self._active or self._waiting)
             return self._is_sampling
@@ -550,7 +547,7 @@ class ChatModel:
                 request = self._waiting[0]
                 if not request.is_cancelled.is_set():
                     is_full = len(batch.rows) + len(requests) >= self.max_batch
-                    if is_full or (requests and request.prompt is not requests[0].prompt):
+                    if is_full or (requests and request.row.prompt is not requests[0].row.prompt):
                         break
                     requests.append(request)
                 self._waiting.popleft()
@@ -559,7 +556,6 @@ class ChatModel:
     def _send(self, request: _Request, batch: ContinuousBatch) -> None:
         """Send the text of a new token to the client, and the completion after the last one."""
         row, text = request.row, request.text
-        assert row is not None
         if request.is_cancelled.is_set():
             row.is_finished = True
             request.result = _stopped()
