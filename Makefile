@@ -44,7 +44,6 @@ test-all: setup lint
 	@$(MAKE) --no-print-directory open-webui || echo "no environment with Open WebUI could be built: the test that needs one is skipped"
 	@$(MAKE) --no-print-directory llama-cpp || echo "llama.cpp could not be installed: the tests that need it are skipped"
 	$(PYTEST)
-	@$(MAKE) --no-print-directory mutants
 
 # Wrong versions of the package: does the suite of `make test` catch them?
 mutants: setup

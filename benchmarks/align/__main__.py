@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -62,7 +62,7 @@ def main() -> int:
     print(page.table(summaries, start))
     print("\n".join(page.comparison(summaries)))
     if arguments.publish:
-        page.publish(results, start)
+        page.publish(page.RESULTS, asdict(start), results)
     disagreements = [s.disagreement for s in summaries if s.disagreement is not None]
     return 0 if all(value <= TOLERANCE for value in disagreements) else 1
 

@@ -102,21 +102,36 @@ def chat(text: str) -> list[Row]:
     return [{"role": "user", "content": text}]
 
 
+def sample_answers(
+    prompts: Path, model: Path, out: Path, num_answers: int, max_new_tokens: int, dtype: str
+) -> list[Row]:
+    """Answers of the model to each prompt, sampled unless the file has all of them."""
+    if not out.exists() or len(read(out)) < num_answers * len(read(prompts)):
+        options = SampleOptions(
+            n=num_answers, temperature=1.0, max_new_tokens=max_new_tokens,
+            data=[str(prompts)], out=out,
+        )  # fmt: skip
+        sample_rows(str(model), options, overrides=[f"model.dtype={dtype}"])
+    return read(out)
+
+
+def store(file: Path, result: Row) -> None:
+    aside = file.with_suffix(".partial")
+    aside.write_text(json.dumps(result))
+    aside.replace(file)
+
+
 def make_rows(folder: Path, model: Path) -> None:
     """Write the prompts, and the answers of the reference as rows of each kind."""
     for name, topics in (("train", TOPICS[HELD_OUT:]), ("held", TOPICS[:HELD_OUT])):
         prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
         write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in prompts])
-    answers = folder / "answers.jsonl"
-    num_answers = NUM_ANSWERS * len(read(folder / "train.jsonl"))
-    if not answers.exists() or len(read(answers)) < num_answers:
-        options = SampleOptions(
-            n=NUM_ANSWERS, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS,
-            data=[str(folder / "train.jsonl")], out=answers,
-        )  # fmt: skip
-        sample_rows(str(model), options, overrides=["model.dtype=float32"])
+    answers = sample_answers(
+        folder / "train.jsonl", model, folder / "answers.jsonl",
+        NUM_ANSWERS, MAX_NEW_TOKENS, "float32",
+    )  # fmt: skip
     by_prompt: dict[str, list[Row]] = {}
-    for row in read(answers):
+    for row in answers:
         if row["stop"] == "eos":  # an answer that was cut off would teach when to stop
             by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
     rows: dict[str, list[Row]] = {name: [] for name in ROWS.values()}
@@ -167,13 +182,8 @@ class Frontier:
         """The reference."""
         file = self.result_file(f"reference-{self.size.samples}")
         if not file.exists():
-            self.store(file, asdict(self._measure(self.reference, 0, 0.0)))
+            store(file, asdict(self._measure(self.reference, 0, 0.0)))
         return Point(**json.loads(file.read_text()))
-
-    def store(self, file: Path, result: Row) -> None:
-        aside = file.with_suffix(".partial")
-        aside.write_text(json.dumps(result))
-        aside.replace(file)
 
     def _measure(self, policy: Any, step: int, seconds: float) -> Point:
         return self.held_out.measure(
@@ -202,7 +212,7 @@ class Frontier:
             ours = case.library == "valence"
             make: Callable[[Case], Row] = self._train if ours else self._train_in_trl
             result: Row = {**asdict(case), "samples": case.method not in ROWS, **make(case)}
-            self.store(file, result)
+            store(file, result)
             last = Point(**result["points"][-1])
             self.say(
                 f"{case.name}: reward {last.reward:+.3f}, KL {last.kl:.2f}, "

@@ -107,17 +107,8 @@ class HeldOut:
         self, policy: Any, reference: Any, tokenizer: Any, films: FilmScore,
         step: int, seconds: float,
     ) -> Point:  # fmt: skip
-        """A policy after some steps and seconds of training. policy, reference: causal language
-        models of transformers.
-        """
-        was_training = policy.training
-        policy.eval()
-        with torch.no_grad():
-            prompts = [prompt for prompt in self.prompts for _ in range(self.samples)]
-            completions = self.sample(policy, prompts)
-            kl = divergence(policy, reference, prompts, completions)
-        policy.train(was_training)
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        """A policy after some steps and seconds of training."""
+        texts, completions, kl = self.complete(policy, reference, tokenizer)
         return Point(
             step,
             seconds,
@@ -127,6 +118,23 @@ class HeldOut:
             fmean(map(len, completions)),
             texts[0],
         )
+
+    def complete(
+        self, policy: Any, reference: Any, tokenizer: Any
+    ) -> tuple[list[str], list[list[int]], float]:
+        """Texts and tokens of the completions, and their KL divergence from the reference.
+
+        policy, reference: causal language models of transformers.
+        """
+        was_training = policy.training
+        policy.eval()
+        with torch.no_grad():
+            prompts = [prompt for prompt in self.prompts for _ in range(self.samples)]
+            completions = self.sample(policy, prompts)
+            kl = divergence(policy, reference, prompts, completions)
+        policy.train(was_training)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        return texts, completions, kl
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """A completion of each prompt at temperature 1, with the token that ends it."""

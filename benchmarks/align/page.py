@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -12,6 +11,7 @@ from benchmarks.align.measures import Point
 from benchmarks.align.summary import (
     MAX_KL,
     TOLERANCE,
+    Estimate,
     MethodSummary,
     Row,
     frontier,
@@ -22,8 +22,8 @@ from benchmarks.align.summary import (
 from benchmarks.peers import ROOT
 
 RESULTS = Path(__file__).parent / "results.json"
+AMOUNTS = Path(__file__).parent / "amounts.json"
 PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NAMES = {"valence": "Valence", "trl": "TRL"}
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 50, 40
@@ -118,14 +118,56 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def publish(results: Mapping[str, Row], start: Point) -> None:
-    """Write the results, the page and the figure."""
+def _amount(results: Sequence[Row], start: Row) -> Row:
+    """What runs that differ in their seed have in common: mean reward with a t-interval, and of 100
+    answers, how many are better and worse than before."""
+    rewards = [fmean(run["rewards"]) for run in results]
+    gains = [
+        after - before
+        for run in results
+        for before, after in zip(start["rewards"], run["rewards"], strict=True)
+    ]
+    return {
+        "reward": str(Estimate(tuple(rewards))),
+        "better": round(100 * fmean(gain > 0 for gain in gains)),
+        "worse": round(100 * fmean(gain < 0 for gain in gains)),
+        "kl": f"{fmean(run['kl'] for run in results):.1f}",
+        "length": f"{fmean(run['length'] for run in results):.0f}",
+    }
+
+
+def amounts_table(results: Mapping[str, Row], start: Row) -> str:
+    before = fmean(start["rewards"])
+    lines = [
+        "| thumbs | up : down | wrong | runs | reward | better, worse of 100 | nats | tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| none | | | | {before:.3f} | | | {start['length']:.0f} |",
+    ]
+    groups: dict[tuple[int, float, float], list[Row]] = {}
+    for run in results.values():
+        groups.setdefault((run["rows"], run["up"], run["flipped"]), []).append(run)
+    for (rows, up, flipped), runs in sorted(groups.items(), key=lambda item: _place(*item[0])):
+        s = _amount(runs, start)
+        ratio = f"{max(1, round(up / (1 - up)))} : {max(1, round((1 - up) / up))}"
+        lines.append(
+            f"| {rows:,} | {ratio} | {flipped:.0%} | {len(runs)} | {s['reward']} | "
+            f"{s['better']}, {s['worse']} | {s['kl']} | {s['length']} |"
+        )
+    return "\n".join(lines)
+
+
+def _place(rows: int, up: float, flipped: float) -> tuple[bool, bool, float, float, int]:
+    """Amounts first, then shares of thumbs up, then of wrong labels."""
+    return flipped > 0, up != 0.5, flipped, up, rows
+
+
+def publish(file: Path, start: Row, results: Mapping[str, Row]) -> None:
+    """Write results to ``RESULTS`` or ``AMOUNTS``, then the page and the figure."""
     runs = {
-        name: {key: value for key, value in result.items() if key != "rows"}
+        name: {key: value for key, value in result.items() if key != "rows" or file == AMOUNTS}
         for name, result in results.items()
     }
-    record = {"start": asdict(start), "runs": runs}
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"start": start, "runs": runs}) + "\n", encoding="utf-8")
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 
@@ -136,7 +178,13 @@ def files() -> dict[Path, str]:
     results, start = record["runs"], Point(**record["start"])
     summaries = summarize(results, start)
     facts = "\n".join(f"- {fact}" for fact in comparison(summaries))
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    text = f"{before}{BEGIN}\n\n{facts}\n\n{table(summaries, start)}\n\n{END}{after}"
+    amounts = json.loads(AMOUNTS.read_text("utf-8"))
+    text = PAGE.read_text("utf-8")
+    for name, block in (
+        ("results", f"{facts}\n\n{table(summaries, start)}"),
+        ("amounts", amounts_table(amounts["runs"], amounts["start"])),
+    ):
+        before, begin, rest = text.partition(f"<!-- {name}: begin -->")
+        _, end, after = rest.partition(f"<!-- {name}: end -->")
+        text = f"{before}{begin}\n\n{block}\n\n{end}{after}"
     return {PAGE: text, FIGURE: figure(results, start)}

@@ -1,0 +1,210 @@
+"""python -m benchmarks.align.amounts [--seeds N] [--folder DIR] [--publish]: what thumbs are worth,
+from 20 to 2,000 of them, unbalanced, and with wrong labels.
+
+SmolLM2-135M-Instruct has answered prompts. A thumb is up if VADER scores the answer above the
+median. The recipe that `valence init` writes for thumbs trains on some of them, for three passes,
+at least 24 and at most 125 steps. Then the model answers prompts about other topics, with the
+random numbers with which it answered them before. Every run that is complete stays in the folder,
+so the same command continues where it was stopped. One seed takes half an hour on two cores.
+``--publish``: only rewrite the page of results from the runs in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+import valence
+from benchmarks.align import page
+from benchmarks.align.frontier import Row, chat, sample_answers, store, use_threads
+from benchmarks.align.measures import HeldOut, vader
+from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
+from benchmarks.tools.__main__ import write
+from examples.demo import assets
+
+MORE_QUESTIONS = (
+    *QUESTIONS,
+    "Describe {} in one sentence.",
+    "Tell me one thing about {}.",
+    "What comes to mind when you think of {}? Answer in one sentence.",
+    "Give your opinion of {} in one line.",
+    "How would you describe {} to a friend, in one sentence?",
+    "Write the first sentence of a story about {}.",
+)
+NUM_ANSWERS, MAX_NEW_TOKENS, BATCH = 16, 40, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. rows: thumbs. up: share of thumbs up. flipped: share of each kind with the opposite
+    label. seed: of the choice of rows, and of training.
+    """
+
+    rows: int
+    up: float
+    flipped: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}-{self.up:.2f}-{self.flipped:.1f}-{self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return min(125, max(24, ceil(3 * self.rows / BATCH)))
+
+
+ROWS, UP, FLIPPED = (20, 60, 200, 600, 2000), (1 / 11, 0.25, 0.75, 10 / 11), (0.1, 0.2, 0.3, 0.4)
+
+
+def cases(num_seeds: int) -> list[Case]:
+    """All runs, seed by seed."""
+    return [
+        Case(rows, up, flipped, seed)
+        for seed in range(num_seeds)
+        for rows, up, flipped in (
+            *((rows, 0.5, 0.0) for rows in ROWS),
+            *((200, up, 0.0) for up in UP),
+            *((200, 0.5, flipped) for flipped in FLIPPED),
+        )
+    ]
+
+
+def thumbs_of(answers: Sequence[Row]) -> list[Row]:
+    """The answers that were not cut off, with a thumb up above the median score."""
+    rows = [row for row in answers if row["stop"] == "eos"]
+    scores = [vader(row["completion"]) for row in rows]
+    middle = median(scores)
+    return [
+        {"prompt": row["prompt"], "completion": row["completion"], "label": score > middle}
+        for row, score in zip(rows, scores, strict=True)
+    ]
+
+
+def choose(thumbs: Sequence[Row], case: Case) -> list[Row]:
+    """The rows of a run, in random order."""
+    order = random.Random(f"rows {case.seed}").sample(thumbs, len(thumbs))
+    num_up = round(case.rows * case.up)
+    rows: list[Row] = []
+    for label, number in ((True, num_up), (False, case.rows - num_up)):
+        chosen = [row for row in order if row["label"] == label][:number]
+        if len(chosen) < number:
+            raise ValueError(f"{len(chosen)} of {number} rows with the label {label}")
+        num_flipped = round(case.flipped * number)
+        rows += [
+            {**row, "label": row["label"] != (k < num_flipped)} for k, row in enumerate(chosen)
+        ]
+    return random.Random(f"order {case.seed}").sample(rows, len(rows))
+
+
+class Amounts:
+    """Makes the runs that have no result yet. Everything stays in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = assets.smollm2()
+        prompts = [
+            [{"prompt": chat(question.format(t))} for t in topics for question in MORE_QUESTIONS]
+            for topics in (TOPICS[HELD_OUT:], TOPICS[:HELD_OUT])
+        ]
+        write(folder / "prompts.jsonl", prompts[0])
+        self.thumbs = thumbs_of(
+            sample_answers(
+                folder / "prompts.jsonl", self.model, folder / "answers.jsonl",
+                NUM_ANSWERS, MAX_NEW_TOKENS, "bfloat16",
+            )
+        )  # fmt: skip
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16)
+        encode: Any = self.tokenizer.apply_chat_template
+        ids = [
+            encode(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+            for row in prompts[1]
+        ]
+        end = self.tokenizer.eos_token_id
+        self.held_out = HeldOut(ids, end, MAX_NEW_TOKENS, samples=1, seed=1)
+
+    def measure(self, policy: Any) -> Row:
+        """The rewards of completions of held-out prompts, and the KL divergence (nats)."""
+        texts, completions, kl = self.held_out.complete(policy, self.reference, self.tokenizer)
+        length = fmean(map(len, completions))
+        return {"rewards": [vader(text) for text in texts], "kl": kl, "length": length}
+
+    def start(self) -> Row:
+        """The reference."""
+        file = self.folder / "reference.json"
+        if not file.exists():
+            store(file, self.measure(self.reference))
+        return json.loads(file.read_text())
+
+    def has_result(self, case: Case) -> bool:
+        return (self.folder / f"{case.name}.json").exists()
+
+    def run(self, case: Case) -> Row:
+        """The result of a run, which is made if there is none."""
+        file = self.folder / f"{case.name}.json"
+        if not file.exists():
+            start = time.perf_counter()
+            write(self.folder / "rows.jsonl", choose(self.thumbs, case))
+            recipe: Row = {
+                "method": "kto",
+                "model": {"name": str(self.model), "lora": {"rank": 16}},
+                "data": {"train": str(self.folder / "rows.jsonl")},
+                "train": {"max_steps": case.steps, "batch_size": BATCH, "seed": case.seed},
+                "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
+            }
+            run = valence.build_run(recipe, fresh=True, quiet=True)
+            run.fit()
+            seconds = time.perf_counter() - start
+            store(file, {**asdict(case), "seconds": seconds, **self.measure(run.policy.causal)})
+        return json.loads(file.read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.align.amounts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--folder", type=Path, default=Path("runs/amounts"))
+    parser.add_argument("--publish", action="store_true", help="write the page of results")
+    arguments = parser.parse_args()
+    disable_progress_bar()
+    use_threads()
+    runs = Amounts(arguments.folder)
+    start, results = runs.start(), dict[str, Row]()
+    for case in cases(arguments.seeds):
+        if arguments.publish and not runs.has_result(case):
+            continue
+        is_new = not runs.has_result(case)
+        results[case.name] = runs.run(case)
+        if is_new:
+            result = results[case.name]
+            print(
+                f"{case.name}: reward {fmean(result['rewards']):+.3f}, KL {result['kl']:.2f}, "
+                f"{case.steps} steps, {result['seconds']:.0f} s of training",
+                flush=True,
+            )
+    print(page.amounts_table(results, start))
+    if arguments.publish:
+        page.publish(page.AMOUNTS, start, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
