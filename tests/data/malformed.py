@@ -284,6 +284,7 @@ CASES = [
     bad_file("only a header", "a.csv", "prompt,completion,label\n", error("file-empty")),
     bad_file("an empty gzip file", "a.jsonl.gz", gzip.compress(b""), error("file-empty")),
     bad_file("an unknown suffix", "a.xlsx", GOOD, error("file-suffix-unknown", ".xlsx", ".jsonl")),
+    bad_file("a recipe", "recipe.yaml", "method: kto\n", error("recipe-not-rows", "data.train")),
     bad_file("no suffix", "feedback", GOOD, error("file-suffix-unknown", ".jsonl")),
     # Tables
     bad_file("a quote that is not closed", "a.csv", CSV + 'p,"a,1\n', error("csv-syntax"), 3),

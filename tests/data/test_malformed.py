@@ -95,10 +95,12 @@ def test_errors_of_a_file_cannot_be_skipped(case: Case, tmp_path: Path):
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path):
     (tmp_path / "feedback.jsonl").write_text(GOOD)
+    (tmp_path / "fedback.jsonl.d").mkdir()  # a folder has no rows
     path = str(tmp_path / "fedback.jsonl")
     with pytest.raises(UserError) as caught:
         load([Source(path)], "judgement")
-    check_row_error(caught.value, path, "file-not-found", "feedback.jsonl?")
+    check_row_error(caught.value, path, "file-not-found", "did you mean", "feedback.jsonl?")
+    assert "fedback.jsonl.d" not in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(

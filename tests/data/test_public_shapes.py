@@ -963,6 +963,7 @@ def test_the_first_row_of_a_file_is_shown_as_it_was_read(tmp_path: Path) -> None
     rows = [{"question": "a " * 90, "response": "Yes.", "thumbs_up": False}]
     [text] = describe_first_rows(read(tmp_path, "judgement", *rows), tiny_tokenizer())
     assert "label: down" in text
+    assert "feedback" not in text
     assert max(map(len, text.split("\n  ")[1:])) < 80
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.command import command, command_error
 from tests.errors import check_error, raises_error
 from valence.data.load import DataFile, load, load_split
+from valence.data.sources import BadRow, read_rows
 from valence.data.split import PromptSplit
 from valence.jobs.split_rows import split_rows
 
@@ -138,10 +139,31 @@ def test_mistakes() -> None:
         Path(name).write_text("[{}]")
         with raises_error("split-format", where=name, fix="jq"):
             split_rows(DataFile(name), SPLIT)
-    write_csv("f.csv", rows=[*ROWS, BAD_ROW])
-    with raises_error("row-label-invalid", where="f.csv:"):
+    write_csv("f.csv", rows=[ROWS[0], BAD_ROW, BAD_ROW])
+    with raises_error("row-label-invalid", where="f.csv:4"):
         split_rows(DataFile("f.csv"), SPLIT)
     assert not list(Path().glob("*_train.csv"))
+
+
+@pytest.mark.parametrize("name", ["f.csv", "f.jsonl", "f.parquet"])
+def test_rows_that_cannot_be_used_are_kept_and_not_held_out(name: str) -> None:
+    rows = [row for good in ROWS for row in (good, BAD_ROW)]
+    if name == "f.csv":
+        write_csv(name, rows=rows[:-1])
+    elif name == "f.jsonl":
+        Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows[:-1]))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows[:-1]), name)
+    summary = split_rows(DataFile(name), SPLIT)
+    assert [row.code for row in summary.bad] == ["row-label-invalid"] * (len(ROWS) - 1)
+    assert summary.num_rows == (len(TRAIN), len(HELD_OUT))
+    parts = [
+        [row.value for row in read_rows(path) if not isinstance(row, BadRow)]
+        for path in (summary.train, summary.held_out)
+    ]
+    assert parts[1] == HELD_OUT
+    assert [row for row in parts[0] if row != BAD_ROW] == TRAIN
+    assert parts[0].count(BAD_ROW) == len(ROWS) - 1
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,5 +175,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["x"] for row in read_csv(Path("held_out.csv"))] == [r["question"] for r in HELD_OUT]
     assert command("split", section, "--share", "0.3", "--seed", "1", "--overwrite") == 0
     assert read_csv(Path("f_held_out.csv")) != read_csv(Path("held_out.csv"))
+    write_csv("f.csv", rows=[*renamed, {"x": "question 0", "y": "yes", "z": "perhaps"}])
+    assert command("split", section, "--share", "0.3", "--overwrite") == 0
+    printed = capsys.readouterr().out
+    assert "1 row in f_train.csv that cannot be used:\n  f.csv:" in printed
     error = command_error("split", section, "--share", "10")
     check_error(error, "option-value", where="--share")

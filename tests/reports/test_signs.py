@@ -290,6 +290,14 @@ def test_answers_that_are_cut_off(healthy: dict[str, RunRecord]) -> None:
     assert sign.advice == "Raise rollout.max_new_tokens."
 
 
+def test_a_policy_that_calls_no_tools(healthy: dict[str, RunRecord]) -> None:
+    run = healthy["own"]
+    never = logged(run, lambda *_: {"rollout/tool_calls": 0.0})
+    no_longer = logged(run, lambda _, at: {"rollout/tool_calls": max(0.0, 0.5 - at)})
+    assert only(never).name == only(no_longer).name == "few tool calls"
+    assert diagnose(logged(run, lambda _, at: {"rollout/tool_calls": at / 2})) == []
+
+
 def test_rows_that_are_too_long(healthy: dict[str, RunRecord]) -> None:
     cut = {
         **AUDIT,

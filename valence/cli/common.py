@@ -23,10 +23,11 @@ from valence import completion
 from valence.cli.guide import HELP
 from valence.errors import UserError, install_command
 from valence.options import default_of
-from valence.terminal import Terminal, print_warning
+from valence.terminal import Terminal, print_message, print_warning
 
 if TYPE_CHECKING:
     from valence.data.load import DataFile
+    from valence.data.sources import BadRow
     from valence.distributed.process_group import Group
 
 NOTHING_STARTED = "stopped before the command started"
@@ -172,6 +173,17 @@ def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def json_console() -> Terminal:
     """The console of a command whose standard output is JSON."""
     return Terminal(stderr=True, warnings_only=console.warnings_only)
+
+
+def print_bad_rows(bad: Sequence[BadRow], text: str) -> None:
+    """Print the number of bad rows, if any, with the reasons of the first three. text: follows the
+    number.
+    """
+    if bad:
+        num_rows = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
+        print_message(console, f"{num_rows} {text}:", "yellow")
+    for row in bad[:3]:
+        print_message(console, f"  {row.origin}: {row.reason}", "yellow")
 
 
 def data_file(argument: str) -> DataFile:

@@ -9,12 +9,9 @@ from typing import Annotated
 import typer
 
 from valence import completion
-from valence.cli.common import app, console, data_file
+from valence.cli.common import app, console, data_file, print_bad_rows
 from valence.errors import UserError
 from valence.terminal import print_message
-
-BAD_ROWS = 3
-"""Rows that cannot be used, of which the command prints the reasons."""
 
 
 @app.command()
@@ -75,10 +72,7 @@ def init(
 
     written = write_recipe(data_file(file), out, model=model, method=method)
     print_message(console, f"{written.facts.file.path}: {written.facts.summary}")
-    if bad := written.facts.bad:
-        print_message(console, f"{len(bad):,} rows cannot be used:", "yellow")
-        for row in bad[:BAD_ROWS]:
-            print_message(console, f"  {row.origin}: {row.reason}", "yellow")
+    print_bad_rows(written.facts.bad, "that cannot be used")
     print_message(console, f"wrote {written.path} (method {written.method})")
     _print_next(written.path)
 

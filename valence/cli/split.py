@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from valence.cli.common import app, console, data_file
+from valence.cli.common import app, console, data_file, print_bad_rows
 from valence.terminal import print_message
 
 
@@ -49,7 +49,7 @@ def split(
     ] = False,
 ) -> None:
     """Divide a file by its prompts into rows to train on and rows to evaluate on. `data.eval: 0.1`
-    in a recipe holds out the same rows without files.
+    in a recipe holds out the same rows without files. Rows that cannot be used are not held out.
     """
     from valence.data.split import PromptSplit
     from valence.errors import UserError
@@ -75,3 +75,4 @@ def split(
         (summary.train, summary.held_out), summary.num_rows, summary.num_prompts, strict=True
     ):
         print_message(console, f"{path}: {rows:,} rows, {prompts:,} prompts")
+    print_bad_rows(summary.bad, f"in {summary.train} that cannot be used")

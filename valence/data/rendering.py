@@ -33,7 +33,9 @@ def describe_first_rows(loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> I
         example = next((example for source, example in rows if source == file.path), None)
         parts = {name: getattr(example, name, None) for name in (*PARTS, "attributes")}
         described = (
-            f"{name}: {_shorten(v, tokenizer)}" for name, v in parts.items() if v not in (None, {})
+            f"{name}: {_shorten(v, tokenizer)}"
+            for name, v in parts.items()
+            if v not in (None, {}, "")
         )
         if example is not None:
             yield f"first row of {file.path}\n  " + "\n  ".join(described)

@@ -186,9 +186,8 @@ def check_is_file(path: str, file: Path) -> None:
             where=path,
             fix=f"correct the path; a relative path starts at the current folder, {Path.cwd()}",
         )
-    names = sorted(f.name for f in file.parent.iterdir())
-    near = difflib.get_close_matches(file.name, names, n=2, cutoff=0.5)
-    data_files = [name for name in names if _suffix(Path(name)) in READERS][:5]
+    data_files = sorted(f.name for f in file.parent.iterdir() if _suffix(f) in READERS)
+    near = difflib.get_close_matches(file.name, data_files, n=2, cutoff=0.5)
     raise UserError(
         "the file does not exist",
         code="file-not-found",
@@ -197,7 +196,7 @@ def check_is_file(path: str, file: Path) -> None:
             f"did you mean {' or '.join(os.path.join(os.path.dirname(path), n) for n in near)}?"
             if near
             else f"correct the path; the folder {file.parent.resolve()} contains "
-            f"{', '.join(data_files) or 'no data files'}"
+            f"{', '.join(data_files[:5]) or 'no data files'}"
         ),
     )
 
@@ -226,6 +225,13 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     if head.startswith(b"PAR1"):
         return _parquet
     suffix = _suffix(file)
+    if suffix in (".yaml", ".yml"):
+        raise UserError(
+            "a recipe is not a file of rows",
+            code="recipe-not-rows",
+            where=path,
+            fix="name the file or the section in its data.train; `valence check` reads recipes",
+        )
     if suffix not in READERS:
         raise UserError(
             f"files ending in {suffix} are not supported"

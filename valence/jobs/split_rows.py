@@ -26,12 +26,16 @@ GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class SplitSummary:
-    """The files that were written, and their numbers of rows and of different prompts."""
+    """The files that were written, and their numbers of rows and of different prompts.
+
+    bad: rows that cannot be used. They are in ``train`` and not counted in its numbers.
+    """
 
     train: Path
     held_out: Path
     num_rows: tuple[int, int]
     num_prompts: tuple[int, int]
+    bad: tuple[BadRow, ...]
 
 
 def split_rows(
@@ -47,8 +51,10 @@ def split_rows(
     Lines of text files are copied byte by byte; a header is written to both. train, held_out: the
     files to write; by default next to the file, with the same name and ``_train`` or ``_held_out``.
 
-    Raises UserError for a row that cannot be read, if one side would have too few prompts, and for
-    files that exist, unless overwrite is set.
+    Rows that cannot be used go to the first file: ``data.on_bad_row`` decides about them.
+
+    Raises UserError if they are more than the others, if one side would have too few prompts, and
+    for files that exist, unless overwrite is set.
     """
     path = Path(expand_path(file.path))
     suffix = _check_input(file)
@@ -67,15 +73,18 @@ def split_rows(
         )
     refuse_inputs(outputs, [file.path])
     positions: dict[int, float] = {}  # by line, or by number of the row
+    bad: list[BadRow] = []
     for row, example in stream(recognize(file)):
         if isinstance(example, BadRow):
-            raise UserError(
-                example.reason, code=example.code, where=str(row.origin), fix=example.fix
-            )
-        positions[row.origin.line] = split.position(example.prompt)
+            bad.append(example)
+        else:
+            positions[row.origin.line] = split.position(example.prompt)
+    if len(bad) > len(positions):  # the columns were probably not understood
+        first = bad[0]
+        raise UserError(first.reason, code=first.code, where=str(first.origin), fix=first.fix)
     split.check(list(positions.values()), "--share")
     sides = {place: position < split.share for place, position in positions.items()}
-    _write(outputs, path, sides)
+    _write(outputs, path, {row.origin.line: False for row in bad} | sides)
     parts = [
         [position for place, position in positions.items() if sides[place] is side]
         for side in (False, True)
@@ -84,6 +93,7 @@ def split_rows(
         *outputs,
         num_rows=(len(parts[0]), len(parts[1])),
         num_prompts=(len(set(parts[0])), len(set(parts[1]))),
+        bad=tuple(bad),
     )
 
 

@@ -482,6 +482,9 @@ CUT_OFF = 0.25
 policy to end.
 """
 
+FEW_CALLS = 0.01
+"""Tool calls per completion below which no completion learns from a call."""
+
 TOO_LONG = 0.05
 """Share of training rows longer than data.max_length, beyond which they are no exceptions."""
 
@@ -521,6 +524,7 @@ def diagnose(run: RunRecord) -> list[Diagnosis]:
         _kto_drift,
         _one_class,
         _stuck,
+        _few_tool_calls,
         _cut_off,
         _too_long,
         _overfits,
@@ -694,6 +698,17 @@ def _cut_off(run: RunRecord) -> Iterable[Diagnosis]:
             "(`valence docs rewards`), so that the policy learns to end."
             if Advice.of(run).compares_rewards
             else "Raise rollout.max_new_tokens.",
+        )
+
+
+def _few_tool_calls(run: RunRecord) -> Iterable[Diagnosis]:
+    course = _course(run, "rollout/tool_calls")
+    if course and _tenths(course)[2] < FEW_CALLS:
+        yield Diagnosis(
+            "few tool calls",
+            "The policy has tools and calls none.",
+            "Read the completions. If it cannot write a call, train it on demonstrations of calls "
+            "first (`valence docs tools`); if calls are cut off, raise rollout.max_new_tokens.",
         )
 
 

@@ -606,8 +606,8 @@ class Collector:
             f"error: {failures[0]}",
             code="reward-failed" if is_strict else "reward-failures",
             where="reward",
-            fix="fix the cause of this error in the reward, its server or the rows, then rerun the "
-            "same command to resume",
+            fix="fix its cause in the reward, its server, the environment or the rows, then rerun "
+            "the same command to resume",
         )
 
     def group(

@@ -54,12 +54,13 @@ class ToolUse:
         template = encoder.template
         calls = call_format_of(template.source(tools.schemas)) if template.exists else None
         if calls is None or not template.reads_tools(tools.schemas):
+            model = encoder.tokenizer.name_or_path or "the tokenizer"
             raise UserError(
-                "the chat template prints no tools, so the model does not know them"
+                f"the chat template of {model} prints no tools, so the model does not know them"
                 if template.exists
-                else "the tokenizer has no chat template, which tools need",
+                else f"{model} has no chat template, which tools need",
                 code="tools-need-template",
-                where="rollout.tools",
+                where="data.chat_template",
                 fix="use a model whose chat template has tools, or set data.chat_template: chatml "
                 "and train the model on demonstrations of calls first",
             )

@@ -334,7 +334,7 @@ def test_a_reset_that_fails_is_no_score(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "where"),
     [
-        ({"data": {"chat_template": None}}, "tools-need-template", "rollout.tools"),
+        ({"data": {"chat_template": None}}, "tools-need-template", "data.chat_template"),
         ({"rollout": {"tools": ["nothing:here"]}}, "tool-module-not-found", "rollout.tools"),
         ({"rollout": {"engine": "openai", "url": "http://x"}, "method": "online_kto"},
          "setting-conflict", "rollout.engine"),
