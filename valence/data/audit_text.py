@@ -350,7 +350,10 @@ def _sentence(text: str, finding: Finding, audit: Audit) -> str:
 def _ignored(audit: Audit) -> list[tuple[int, str]]:
     columns = list(audit.ignored_columns.items())
     lines = [
-        (count, f"rows have a column {column!r}, which is not read")
+        (
+            count,
+            f"{'row has' if count == 1 else 'rows have'} a column {column!r}, which is not read",
+        )
         for column, count in columns[:COLUMNS_SHOWN]
     ]
     more = columns[COLUMNS_SHOWN:]
