@@ -49,6 +49,8 @@ async def add_later(a: int, b: int) -> int:
     await asyncio.sleep(0)
     return a + b
 
+add_later.replayable = False
+
 def options(**values: int) -> dict:
     """Return the arguments.
 
@@ -465,6 +467,13 @@ def test_identity_changes_with_the_sources(make: Callable[..., Tools], module: s
 
 
 # Functions
+
+
+def test_functions_say_that_they_cannot_be_replayed(
+    make: Callable[..., Tools], module: str
+) -> None:
+    assert make("add", "add_later").not_replayable == [f"{module}:add_later"]
+    assert not make("add").not_replayable
 
 
 def test_functions_are_called_in_a_process(
