@@ -39,6 +39,9 @@ PRELOADED_HERE = [
     "torch.distributed.fsdp",
     "valence.distributed.process_group",
     "tests.prefix_trees",
+    "peft.utils.transformers_weight_conversion",
+    "valence.reports.form",
+    "tests.warm_caches",
 ]
 
 
