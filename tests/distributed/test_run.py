@@ -140,9 +140,7 @@ SHARED = {"parallel": {"context": 2}}
 BOTH = {"parallel": {"context": 2, "shard": "full"}}
 RUNS = {
     2: (
-        ("kto, lora", REPLICATED),
         ("kto, lora", SHARDED),
-        ("dpo", SHARDED),
         ("sft, whole models", SHARDED),
         ("aot", REPLICATED),
         ("pointwise, lora, models", REPLICATED),
@@ -159,12 +157,11 @@ RUNS = {
         ("aot", SHARDED),
         ("pointwise, lora, models", SHARDED),
         ("aot", SHARED),
-        ("dpo", BOTH),
-        ("dpo", HYBRID),
     ),
 }
 """Number of processes -> what is run, each process with all weights or with its part of them, and
-with all tokens of its rows or a part of them.
+with all tokens of its rows or a part of them. Tests of resumed runs compare every number of other
+layouts with those of one process.
 """
 
 
