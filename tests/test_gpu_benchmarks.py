@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from benchmarks.gpu.correctness import GROUPED_SMALL, PACKED_LIMITS, long_batch
 from benchmarks.gpu.results import FILE, RUNNING, Check, Recorder, Result, read_results
 from benchmarks.step.cases import Case
 from benchmarks.step.inputs import draw_sets
-from tests.programs import Copies
 from tests.simulated_cuda import CUDA, simulated_device
 from valence.models import attention, flex
 from valence.models.flex import Visible
@@ -144,14 +143,6 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
     assert "y" in str(missed).splitlines()[1]
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    """The path of a Python whose programs have torch loaded."""
-    copies = Copies()
-    yield str(copies.python)
-    copies.end()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "status", "kinds"),
@@ -172,11 +163,11 @@ def python() -> Iterator[str]:
     ],
 )
 def test_a_rehearsal_completes(
-    part: str, status: str, kinds: set[str], python: str, tmp_path: Path
+    part: str, status: str, kinds: set[str], forking_python: str, tmp_path: Path
 ) -> None:
     folders = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work")}
     environment = os.environ | folders | {
-        "PYTHON": python, "BUDGET": "280", "WHEELS": str(tmp_path),
+        "PYTHON": forking_python, "BUDGET": "280", "WHEELS": str(tmp_path),
     }  # fmt: skip
     script = Path(__file__).parents[1] / "benchmarks" / "gpu" / "first_contact.sh"
     assert subprocess.run([script, part, "--rehearse"], env=environment).returncode == 0
