@@ -303,7 +303,10 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
 
 
-def test_sharded_weights_are_compared_and_saved_in_another_process(tmp_path: Path) -> None:
+def test_sharded_weights_are_compared_and_saved_in_another_process(
+    tmp_path: Path, forking_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", forking_python)
     for _ in range(2):  # again, after a failure
         figures = sharded.compare_sharded(tmp_path / "work", tmp_path / "sharded.log")
         assert figures["num_sharded"] == 16
