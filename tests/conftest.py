@@ -64,6 +64,16 @@ def forgets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.fixture(scope="session")
+def forking_python() -> Iterator[str]:
+    """The path of a Python whose programs are forked from one that has torch loaded."""
+    from tests.programs import Copies
+
+    copies = Copies()
+    yield str(copies.python)
+    copies.end()
+
+
 TOGETHER = ("dist", "real", "vllm", "site")
 """Marks of tests that one worker runs, one after the other: they start processes with deadlines, or
 share something large.

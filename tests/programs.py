@@ -39,6 +39,9 @@ PRELOADED_HERE = [
     "torch.distributed.fsdp",
     "valence.distributed.process_group",
     "tests.prefix_trees",
+    "peft.utils.transformers_weight_conversion",
+    "valence.reports.form",
+    "tests.warm_caches",
 ]
 
 
@@ -154,7 +157,7 @@ os._exit(status)
 class Copies:
     """Forks copies until ``end``.
 
-    python: the client, to be called as an interpreter with `-m MODULE WORD...`.
+    python: the client, to be called as an interpreter with `-m MODULE WORD...` or `-P FILE WORD...`.
     """
 
     def __init__(self) -> None:
@@ -203,7 +206,7 @@ def _watch(connection: socket.socket) -> int:
         for stream, value in enumerate(streams):
             os.dup2(value, stream)
         reset_process(environment, ())
-        os._exit(status_of(partial(_run_module, python, words, folder)))
+        os._exit(status_of(partial(_run_words, python, words, folder)))
     for stream in (0, 1, 2, *streams):  # of which the copy's is the last
         os.close(stream)
     while True:
@@ -220,13 +223,18 @@ def _watch(connection: socket.socket) -> int:
             return 0
 
 
-def _run_module(python: str, words: list[str], folder: str) -> None:
-    """`python -u -m MODULE WORD...`, as far as copies are asked for it."""
+def _run_words(python: str, words: list[str], folder: str) -> None:
+    """`python -u -m MODULE WORD...` or `python -P FILE WORD...`, as far as copies are asked for
+    it.
+    """
     sys.executable = python
     os.chdir(folder)
-    flags = words[: words.index("-m")]
-    assert set(flags) <= {"-u"}, flags
-    module, *sys.argv[1:] = words[len(flags) + 1 :]
-    sys.argv[:1] = [module]
+    flag = words.pop(0) if words[0] in ("-u", "-P") else ""
+    if words[0] != "-m":
+        assert flag == "-P", words
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    sys.argv = words[1:]
     sys.path.insert(0, folder)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -162,10 +162,12 @@ def test_a_result_says_what_to_do_after_a_miss() -> None:
         ),
     ],
 )
-def test_a_rehearsal_completes(part: str, status: str, kinds: set[str], tmp_path: Path) -> None:
+def test_a_rehearsal_completes(
+    part: str, status: str, kinds: set[str], forking_python: str, tmp_path: Path
+) -> None:
     folders = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work")}
     environment = os.environ | folders | {
-        "PYTHON": sys.executable, "BUDGET": "280", "WHEELS": str(tmp_path),
+        "PYTHON": forking_python, "BUDGET": "280", "WHEELS": str(tmp_path),
     }  # fmt: skip
     script = Path(__file__).parents[1] / "benchmarks" / "gpu" / "first_contact.sh"
     assert subprocess.run([script, part, "--rehearse"], env=environment).returncode == 0
@@ -301,7 +303,10 @@ def test_the_step_with_the_smallest_share_is_profiled(tmp_path: Path) -> None:
     assert "aten::mm" in (tmp_path / "profile.txt").read_text(encoding="utf-8")
 
 
-def test_sharded_weights_are_compared_and_saved_in_another_process(tmp_path: Path) -> None:
+def test_sharded_weights_are_compared_and_saved_in_another_process(
+    tmp_path: Path, forking_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", forking_python)
     for _ in range(2):  # again, after a failure
         figures = sharded.compare_sharded(tmp_path / "work", tmp_path / "sharded.log")
         assert figures["num_sharded"] == 16

@@ -98,9 +98,8 @@ def measure_attention(case: AttentionCase, backend: str, device: torch.device) -
     run()
     synchronize(device)
     first = time.perf_counter() - start
-    repeats = 5 if torch.cuda.is_available() else 1
-    forward = median_seconds(call, device, repeats)
-    backward = max(1e-9, median_seconds(run, device, repeats) - forward)
+    forward = median_seconds(call, device, repeats=5)
+    backward = max(1e-9, median_seconds(run, device, repeats=5) - forward)
     return {
         "forward_ms": forward * 1e3,
         "forward_tflops": case.flops / forward / 1e12,
@@ -137,7 +136,7 @@ def _passes(
 
     On a CPU both are the forward pass: FlexAttention has no gradient there.
     """
-    release_memory(device)
+    release_memory()
     torch.manual_seed(0)
     has_gradient = device.type == "cuda"
     q, k, v = (

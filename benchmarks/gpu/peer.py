@@ -91,7 +91,7 @@ def measure_agreement(ours: Step, theirs: Step, device: torch.device) -> dict[st
     figures, before = dict[str, Any](), 0
     for prefix, step in (("", ours), ("trl_", theirs)):
         step()  # compiles
-        release_memory(device)
+        release_memory()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)

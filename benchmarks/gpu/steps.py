@@ -118,15 +118,18 @@ class ConstantReference:
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the median duration of a call, without two first calls, which compile."""
+    """Return the median duration of a call, without two first calls, which compile. A rehearsal
+    makes a single call.
+    """
     durations: list[float] = []
-    for _ in range(repeats + 2):
+    num_first, repeats = (2, repeats) if torch.cuda.is_available() else (0, 1)
+    for _ in range(num_first + repeats):
         synchronize(device)
         start = time.perf_counter()
         run()
         synchronize(device)
         durations.append(time.perf_counter() - start)
-    return median(durations[2:])
+    return median(durations[num_first:])
 
 
 def synchronize(device: torch.device) -> None:
@@ -134,12 +137,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def release_memory(device: torch.device) -> None:
-    """Return the memory of deleted tensors to the device. The frames of an error may hold each
-    other, and activations.
+def release_memory() -> None:
+    """Return the memory of deleted tensors to a GPU. The frames of an error may hold each other,
+    and activations.
     """
-    gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -197,7 +200,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 @lru_cache(maxsize=1)
 def make_policy(variant: Variant, device: torch.device) -> PolicyModel:
     """Return a policy with random weights and products in bfloat16, compiled on a GPU."""
-    release_memory(device)
+    release_memory()
     torch.compiler.reset()
     torch.manual_seed(0)
     config = config_of(variant.shape)
@@ -227,7 +230,7 @@ def make_step(case: Case, variant: Variant, device: torch.device) -> Step:
     # The policy of another variant goes first: both together may not fit.
     policy = make_policy(variant, device)
     clear(list(policy.parameters()), keep=False)
-    release_memory(device)
+    release_memory()
     case = replace(
         case,
         shape=variant.shape,
@@ -273,8 +276,7 @@ def measure_step(
 
 def _measure(case: Case, variant: Variant, device: torch.device, step: Step) -> dict[str, Any]:
     policy, units, run = step
-    repeats = REPEATS if torch.cuda.is_available() else 1
-    seconds = median_seconds(run, device, repeats)
+    seconds = median_seconds(run, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     loss = run()

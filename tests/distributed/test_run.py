@@ -82,6 +82,15 @@ def train(
     return ended
 
 
+def ended(size: int, recipes: Sequence[Mapping[str, Any]], *stop: int) -> list[list[str]]:
+    """What ``train`` returns in each of ``size`` processes."""
+    if size == 1:
+        return [train(SingleProcess(), recipes, *stop)]
+    ranks = run_in_processes(train, size, recipes, *stop, deadline=60.0)
+    assert [rank.error for rank in ranks] == [""] * size
+    return [rank.value for rank in ranks]
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     return [
         repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()
@@ -131,9 +140,7 @@ SHARED = {"parallel": {"context": 2}}
 BOTH = {"parallel": {"context": 2, "shard": "full"}}
 RUNS = {
     2: (
-        ("kto, lora", REPLICATED),
         ("kto, lora", SHARDED),
-        ("dpo", SHARDED),
         ("sft, whole models", SHARDED),
         ("aot", REPLICATED),
         ("pointwise, lora, models", REPLICATED),
@@ -150,12 +157,11 @@ RUNS = {
         ("aot", SHARDED),
         ("pointwise, lora, models", SHARDED),
         ("aot", SHARED),
-        ("dpo", BOTH),
-        ("dpo", HYBRID),
     ),
 }
 """Number of processes -> what is run, each process with all weights or with its part of them, and
-with all tokens of its rows or a part of them.
+with all tokens of its rows or a part of them. Tests of resumed runs compare every number of other
+layouts with those of one process.
 """
 
 
@@ -251,65 +257,69 @@ def test_a_signal_to_one_process_stops_all_and_any_number_resumes(
     place: Path, tmp_path: Path
 ) -> None:
     """Saved by four, it goes on with one, two and three; saved by one, with four."""
-    for case, options, sizes in (("kto, lora", {}, (2, 4)), ("dpo", SHARDED, (1, 3, 4))):
-        runs = {
-            name: tmp_path / f"{case} {name}"
-            for name in ("alone", "of 4", "of 1", "1", "2", "3", "4")
+    cases = {"kto, lora": (REPLICATED, (2, 4)), "dpo": (SHARDED, (1, 3, 4))}
+    runs = {case: tmp_path / case for case in cases}
+
+    def settings(name: int | str) -> dict[str, dict[str, Any]]:
+        return {
+            case: written(case, place, runs[case] / str(name), **options)
+            for case, (options, _) in cases.items()
         }
-        settings = {name: written(case, place, run, **options) for name, run in runs.items()}
-        assert train(SingleProcess(), [settings["alone"]]) == ["done"]
-        assert train(SingleProcess(), [settings["of 1"]], 3) == ["143"]
-        assert [
-            rank.value
-            for rank in run_in_processes(train, 4, [settings["of 4"]], 3, 2, deadline=60.0)
-        ] == [["143"]] * 4
-        for size in sizes:
-            shutil.copytree(runs["of 1" if size == 4 else "of 4"], runs[str(size)])
-            ranks = (
-                run_in_processes(train, size, [settings[str(size)]], deadline=60.0)
-                if size > 1
-                else []
-            )
-            assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * len(ranks)
-            assert ranks or train(SingleProcess(), [settings["1"]]) == ["done"]
-            same(runs[str(size)], runs["alone"])
+
+    assert train(SingleProcess(), list(settings("alone").values())) == ["done"] * 2
+    assert train(SingleProcess(), list(settings("of 1").values()), 3) == ["143"] * 2
+    stopped = list(settings("of 4").values())
+    assert ended(4, stopped, 3, 2) == [["143"] * 2] * 4
+    for size in (1, 2, 3, 4):
+        resumed = [case for case, (_, sizes) in cases.items() if size in sizes]
+        for case in resumed:
+            shutil.copytree(runs[case] / ("of 1" if size == 4 else "of 4"), runs[case] / str(size))
+        assert ended(size, [settings(size)[case] for case in resumed]) == (
+            [["done"] * len(resumed)] * size
+        )
+        for case in resumed:
+            same(runs[case] / str(size), runs[case] / "alone")
 
 
 def test_tokens_may_be_shared_by_other_processes_after_a_stop(place: Path, tmp_path: Path) -> None:
     """Saved by two that share tokens, it goes on with one, and with two pairs."""
-    for case, options in (("kto, lora", SHARED), ("dpo", BOTH)):
-        runs = {name: tmp_path / f"{case} {name}" for name in ("alone", "of 2", "1", "4")}
-        settings = {name: written(case, place, run, **options) for name, run in runs.items()}
-        for name in ("alone", "1"):
-            settings[name] = written(case, place, runs[name])
-        assert train(SingleProcess(), [settings["alone"]]) == ["done"]
-        assert [
-            rank.value
-            for rank in run_in_processes(train, 2, [settings["of 2"]], 3, 1, deadline=60.0)
-        ] == [["143"]] * 2
+    cases = {"kto, lora": SHARED, "dpo": BOTH}
+    runs = {case: tmp_path / case for case in cases}
+    alone, one = (
+        [written(case, place, runs[case] / name) for case in cases] for name in ("alone", "1")
+    )
+    two, four = (
+        [written(case, place, runs[case] / name, **options) for case, options in cases.items()]
+        for name in ("of 2", "4")
+    )
+    assert train(SingleProcess(), alone) == ["done"] * 2
+    assert ended(2, two, 3, 1) == [["143"] * 2] * 2
+    for run in runs.values():
         for name in ("1", "4"):
-            shutil.copytree(runs["of 2"], runs[name])
-        assert train(SingleProcess(), [settings["1"]]) == ["done"]
-        for rank in run_in_processes(train, 4, [settings["4"]], deadline=60.0):
-            assert (rank.error, rank.value) == ("", ["done"])
+            shutil.copytree(run / "of 2", run / name)
+    assert train(SingleProcess(), one) == ["done"] * 2
+    assert ended(4, four) == [["done"] * 2] * 4
+    for run in runs.values():
         for name in ("1", "4"):
-            same(runs[name], runs["alone"])
+            same(run / name, run / "alone")
 
 
 def test_replicas_resume_in_another_layout(place: Path, tmp_path: Path) -> None:
     """Two copies on two processes each, then one copy on four, then one process; and back."""
-    for case in ("kto, lora", "dpo"):
-        alone, run, reverse = (tmp_path / f"{case} {name}" for name in ("alone", "run", "reverse"))
-        assert train(SingleProcess(), [written(case, place, alone)]) == ["done"]
-        for options, stop in ((HYBRID, 3), (SHARDED, 6)):
-            ranks = run_in_processes(train, 4, [written(case, place, run, **options)], stop, 2)
-            assert [(rank.error, rank.value) for rank in ranks] == [("", ["143"])] * 4
-        assert train(SingleProcess(), [written(case, place, run)]) == ["done"]
-        same(run, alone)
-        assert train(SingleProcess(), [written(case, place, reverse)], 3) == ["143"]
-        ranks = run_in_processes(train, 4, [written(case, place, reverse, **HYBRID)])
-        assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * 4
-        same(reverse, alone)
+    cases = ("kto, lora", "dpo")
+
+    def settings(name: str, **options: Any) -> list[dict[str, Any]]:
+        return [written(case, place, tmp_path / f"{case} {name}", **options) for case in cases]
+
+    assert train(SingleProcess(), settings("alone")) == ["done"] * 2
+    for options, stop in ((HYBRID, 3), (SHARDED, 6)):
+        assert ended(4, settings("run", **options), stop, 2) == [["143"] * 2] * 4
+    assert train(SingleProcess(), settings("run")) == ["done"] * 2
+    assert train(SingleProcess(), settings("reverse"), 3) == ["143"] * 2
+    assert ended(4, settings("reverse", **HYBRID)) == [["done"] * 2] * 4
+    for case in cases:
+        for name in ("run", "reverse"):
+            same(tmp_path / f"{case} {name}", tmp_path / f"{case} alone")
 
 
 def train_and_stop(group: Group, settings: Mapping[str, Any]) -> list[str]:
@@ -341,24 +351,36 @@ def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_
     same(tmp_path / "two", tmp_path / "alone")
 
 
-def test_the_same_number_of_processes_resumes_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    for case, mode, size in (
-        ("kto, lora", {}, 2),
-        ("kto, lora", SHARED, 2),
-        ("dpo, lora with dropout", {}, 2),
-        ("dpo that follows", SHARDED, 2),
-        ("dpo that follows", HYBRID, 4),
-    ):
-        names = [tmp_path / f"{case} {len(mode)} {size} {name}" for name in ("alone", "stopped")]
-        alone, stopped = (written(case, place, run, **mode) for run in names)
-        for value, ended, *stop in (
-            ([alone], "done"),
-            ([stopped], "143", 3, 1),
-            ([stopped], "done"),
-        ):
-            for rank in run_in_processes(train, size, value, *stop, deadline=60.0):
-                assert (rank.error, rank.value) == ("", [ended])
-        same(*names, rel=0.0)
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (
+            2,
+            (
+                ("kto, lora", REPLICATED),
+                ("kto, lora", SHARED),
+                ("dpo, lora with dropout", REPLICATED),
+                ("dpo that follows", SHARDED),
+            ),
+        ),
+        (4, (("dpo that follows", HYBRID),)),
+    ],
+)
+def test_the_same_number_of_processes_resumes_bit_for_bit(
+    size: int, cases: Sequence[tuple[str, dict[str, Any]]], place: Path, tmp_path: Path
+) -> None:
+    alone, stopped = (
+        [
+            written(case, place, tmp_path / f"{number} {name}", **mode)
+            for number, (case, mode) in enumerate(cases)
+        ]
+        for name in ("alone", "stopped")
+    )
+    assert ended(size, alone) == [["done"] * len(cases)] * size
+    assert ended(size, stopped, 3, 1) == [["143"] * len(cases)] * size
+    assert ended(size, stopped) == [["done"] * len(cases)] * size
+    for number in range(len(cases)):
+        same(tmp_path / f"{number} alone", tmp_path / f"{number} stopped", rel=0.0)
 
 
 def gradients(group: Group, settings: Mapping[str, Any]) -> list[bool]:

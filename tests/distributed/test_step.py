@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,46 +31,54 @@ def steps(
     methods; "hindsight distribution" sets loss.target. context: how many processes share the tokens
     of a micro-batch.
     """
-    torch.manual_seed(0)
     group, neighbours = world.split(context, "context")
-    results: dict[str, Any] = {}
-    for case in names:
-        name, _, target = case.partition(" ")
-        policy, reference = models_for(name)
-        for engine in (policy, *([reference.engine] if reference else [])):  # type: ignore[union-attr]
-            context_parallel(engine, neighbours, world)
-        settings = {"target": target} if target else {}
-        actual = objective(name, policy, reference, budget=budget, **settings)
-        actual.group = group
-        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
-        message: list[dict[str, float]] = []
-        for seed in (0, 1):
-            meter = Meter()
-            rows = units_for(name, count, seed)
-            plan = actual.plan(rows, iter(units_for(name, 3, 9)), backward=True)
-            outcome, norm, applied = optimizer_step(actual, optimizer, rows, 1.0, plan=plan)
-            meter.pool(outcome.metrics)
-            message.append(
-                {"loss": float(outcome.loss), "norm": norm, "applied": applied}
-                | meter.reduce(group)
-            )
-            message[-1] |= {
-                "tokens": outcome.tokens,
-                "distinct": outcome.num_unique_tokens,
-                "shift": actual.shift.delta,
-            }
-        evaluated = actual.run(units_for(name, count, 3), backward=False, rows=True)
-        weights = [p.detach() for p in policy.parameters()]
-        digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in weights)).hexdigest()
-        results[case] = {
-            "steps": message,
-            "digest": digest,
-            "sum": sum(float(p.double().abs().sum()) for p in weights),
-            "evaluated": float(evaluated.loss),
-            "rows": len(evaluated.rows),
-            "tokens_of": evaluated.tokens_per_rank,
+    return {case: steps_of_case(world, group, neighbours, count, budget, case) for case in names}
+
+
+def steps_of_case(
+    world: Group, group: Group, neighbours: Group, count: int, budget: int, case: str
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    name, _, target = case.partition(" ")
+    policy, reference = models_for(name)
+    for engine in (policy, *([reference.engine] if reference else [])):  # type: ignore[union-attr]
+        context_parallel(engine, neighbours, world)
+    settings: dict[str, Any] = {"target": target} if target else {}
+    actual = objective(name, policy, reference, budget=budget, **settings)
+    actual.group = group
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
+    message: list[dict[str, float]] = []
+    for seed in (0, 1):
+        meter = Meter()
+        rows = units_for(name, count, seed)
+        plan = actual.plan(rows, iter(units_for(name, 3, 9)), backward=True)
+        outcome, norm, applied = optimizer_step(actual, optimizer, rows, 1.0, plan=plan)
+        meter.pool(outcome.metrics)
+        message.append(
+            {"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group)
+        )
+        message[-1] |= {
+            "tokens": outcome.tokens,
+            "distinct": outcome.num_unique_tokens,
+            "shift": actual.shift.delta,
         }
-    return results
+    evaluated = actual.run(units_for(name, count, 3), backward=False, rows=True)
+    weights = [p.detach() for p in policy.parameters()]
+    digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in weights)).hexdigest()
+    return {
+        "steps": message,
+        "digest": digest,
+        "sum": sum(float(p.double().abs().sum()) for p in weights),
+        "evaluated": float(evaluated.loss),
+        "rows": len(evaluated.rows),
+        "tokens_of": evaluated.tokens_per_rank,
+    }
+
+
+@cache
+def steps_alone(count: int, budget: int, case: str) -> dict[str, Any]:
+    world = SingleProcess()
+    return steps_of_case(world, world, world, count, budget, case)
 
 
 SOME = ("kto", "dpo", "sft", "bco", "aot_unpaired", "pointwise", "bradley_terry", "ppo")
@@ -94,10 +103,10 @@ def test_a_step_of_several_processes_is_that_of_one(
     """Of every method on two; of some on four: seven rows, and three, of which one process has
     none. Processes have other rows, or other tokens of the same rows.
     """
-    alone = steps(SingleProcess(), count, budget, names)
     ranks = run(steps, size, count, budget, names, context, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
-    for name, wanted in alone.items():
+    for name in names:
+        wanted = steps_alone(count, budget, name)
         item = [rank.value[name] for rank in ranks]
         assert len({outcome["digest"] for outcome in item}) == 1, name
         for result in item:

@@ -128,7 +128,7 @@ def test_the_programs_of_the_page(place: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_short_names_of_an_installed_package(place: Path) -> None:
-    installed(place, "check", "tickets.yaml", "data.train.0.format=tickets")
+    valence(place, "check", "tickets.yaml", "data.train.0.format=tickets")
     output = installed(place, "import", "helpdesk", "export.jsonl", "--out", "feedback.jsonl")
     assert "20 votes read" in output
     words = "rollout.engine=mine", "run.sinks=[{kind: file, project: short}]", "run.dir=runs/short"

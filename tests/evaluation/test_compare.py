@@ -48,7 +48,7 @@ def half(completions, **context):
     return [None if c.info.get("number", 0) % 2 else float(len(c.text)) for c in completions]
 
 def slow(completions, **context):
-    time.sleep(0.05 * len(completions))
+    time.sleep(0.02 * len(completions))
     return long(completions)
 """
 SAMPLING = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")

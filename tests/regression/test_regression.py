@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -361,7 +362,14 @@ def test_names_are_distinct_and_every_command_that_is_needed_exists() -> None:
         assert select(OUTPUTS, [command.name])[-1] == command
 
 
+@pytest.fixture
+def forks(forking_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is forked from what has torch loaded."""
+    monkeypatch.setattr(sys, "executable", forking_python)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_commands_are_recorded_twice_alike(tmp_path: Path) -> None:
     write_inputs(tmp_path / "inputs")
     outputs = select(OUTPUTS, ["import_langfuse", "audit", "sample_seed", "runs", "report"])
@@ -384,6 +392,7 @@ def test_commands_are_recorded_twice_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_run_that_is_killed_and_resumed_is_recorded_twice_alike(tmp_path: Path) -> None:
     inputs, again = tmp_path / "inputs", tmp_path / "again"
     write_inputs(inputs)

@@ -107,6 +107,7 @@ def test_a_server_that_takes_connections_and_never_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("valence.rollouts.client.HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("valence.rollouts.vllm.INFO_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sampler = generator(url, DiskTransfer(tmp_path), timeout=0.4)

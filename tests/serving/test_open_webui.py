@@ -16,9 +16,9 @@ from tests.arch.source import ROOT
 from tests.serving.kit import rows, saved_model
 
 
-def run_example(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_example(python: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "examples.open_webui", *words],
+        [python, "-m", "examples.open_webui", *words],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -29,7 +29,7 @@ def run_example(*words: str, **environment: str) -> subprocess.CompletedProcess[
 
 def test_a_missing_environment_is_named_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run_example("--out", str(out), **{PYTHON: str(tmp_path / "python")})
+    result = run_example(sys.executable, "--out", str(out), **{PYTHON: str(tmp_path / "python")})
     assert result.returncode == 1
     assert NO_OPEN_WEBUI in result.stderr
     assert not out.exists()
@@ -37,9 +37,9 @@ def test_a_missing_environment_is_named_before_anything_is_written(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not open_webui_python().exists(), reason=NO_OPEN_WEBUI)
-def test_votes_in_open_webui_become_a_model(tmp_path: Path) -> None:
+def test_votes_in_open_webui_become_a_model(forking_python: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run_example("--model", saved_model().name, "--out", str(out))
+    result = run_example(forking_python, "--model", saved_model().name, "--out", str(out))
     assert result.returncode == 0, result.stdout + result.stderr
     labels = [row["label"] for row in rows(out / "feedback.jsonl")]
     assert len(labels) == NUM_QUESTIONS - 1  # one vote was deleted

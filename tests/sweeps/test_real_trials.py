@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.arch.source import ROOT
 from tests.command import command, write_place
-from tests.programs import Copies
 from tests.sweeps.conftest import num_logged, read, wait_for
 from valence.models.log_prob_store import count_entries
 from valence.reports.run_record import RunRecord
@@ -50,17 +48,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def python() -> Iterator[str]:
-    """The path of a Python whose programs have torch loaded."""
-    copies = Copies()
-    yield str(copies.python)
-    copies.end()
-
-
-def test_four_trials_with_one_reference_pass_and_one_kill(place: Path, python: str) -> None:
+def test_four_trials_with_one_reference_pass_and_one_kill(place: Path, forking_python: str) -> None:
     """The trial that was killed ends as an undisturbed run of the same settings."""
-    words = [python, "-m", "valence", "sweep", "recipe.yaml", *GRID]
+    words = [forking_python, "-m", "valence", "sweep", "recipe.yaml", *GRID]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     trial = place / "sweep/trials" / KILLED
     with subprocess.Popen(

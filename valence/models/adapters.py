@@ -118,6 +118,8 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     """Return the model as ``with_adapter`` would build it, without the adapter's weights: for a
     model on the meta device.
     """
+    from transformers.initialization import no_init_weights
+
     if adapter is None:
         config = _lora_config(model, lora)
     else:
@@ -127,7 +129,8 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     if config.init_lora_weights != "mica":  # which decides what trains; others only give values
         config.init_lora_weights = True
     # also with MiCA: on the meta device there are no weights to compute its values from
-    return _add_adapter(model, config, low_cpu_mem_usage=config.init_lora_weights == "mica")
+    with no_init_weights():  # each call would cost as much as the rest
+        return _add_adapter(model, config, low_cpu_mem_usage=config.init_lora_weights == "mica")
 
 
 def merge_adapter(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.Module:

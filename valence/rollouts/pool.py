@@ -317,7 +317,6 @@ class ServerPool:
                         await member.was_tried.wait()
                 while waiting or between or any(member.requests for member in members):
                     self._settle_admissions(members)
-                    waiting += take_ready(between)
                     while waiting and (member := choose_member(members, concurrency)):
                         position = waiting.popleft()
                         body = make_body(position, member.admission.result())  # type: ignore[union-attr]
@@ -330,6 +329,7 @@ class ServerPool:
                         if error:
                             waiting.extendleft(sorted(member.take_back(), reverse=True))
                             member.admission = start(self._admit(member, admit, error))
+                    waiting += take_ready(between)
             finally:
                 await cancel(tasks)
                 if steps:

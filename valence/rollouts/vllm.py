@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROUTE = "/inference/v1/generate"
-
+INFO_SECONDS = 30.0
+"""Time limit of a server's description of its model and machine, which takes seconds."""
 MIN_LOGP = -9000.0
 """vLLM reports a log-probability that is not finite as -9999."""
 
@@ -268,8 +269,7 @@ class VLLMGenerator:
         dtypes: dict[str, str] = {}
         for client in self.pool.reachable:
             try:
-                # the reply describes the machine as well, which takes seconds
-                info = client.get("/server_info?config_format=json", seconds=30.0)
+                info = client.get("/server_info?config_format=json", seconds=INFO_SECONDS)
             except (ServerLost, UserError):
                 continue
             name = str(info["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")
