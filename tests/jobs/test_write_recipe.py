@@ -113,6 +113,18 @@ def test_scores_are_divided_where_the_halves_are_most_alike() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("num_up", "num_down", "expected"),
+    [(20, 20, "given"), (24, 20, "given"), (40, 20, "auto"), (10, 30, "auto")],
+)
+def test_unbalanced_thumbs_are_balanced(num_up: int, num_down: int, expected: str) -> None:
+    rows = [
+        {"prompt": f"question {i}", "completion": f"answer {i}", "label": i < num_up}
+        for i in range(num_up + num_down)
+    ]
+    assert written(rows).recipe.loss["class_weights"] == expected
+
+
 def test_method_and_model_may_be_named() -> None:
     recipe = written(THUMBS, method="dpo", model="owner/model: x").recipe
     assert recipe.model.name == "owner/model: x"

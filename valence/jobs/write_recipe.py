@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.config.load import load_recipe
+from valence.data.audit import advised_weights
 from valence.data.convert import CONVERSIONS
 from valence.data.formats import UNDECIDED
 from valence.data.importers.sources import command_name, detect_source, is_source, source_name
@@ -459,6 +460,10 @@ def _lines(
             f"{first.origin}"
         )
     yield from _evaluation_lines(conversion.share)
+    thumbs = [facts.counts[f"thumbs {name}"] for name in ("up", "down")]
+    if method_of(method).loss.balances is not None and advised_weights(*thumbs).change:
+        yield "loss:"
+        yield "  class_weights: auto  # the smaller class counts as much as the larger one"
     yield "run:"
     yield f"  dir: runs/{'first' if out.stem == 'recipe' else out.stem}"
     if conversion.share is not None and not is_reward_model:
