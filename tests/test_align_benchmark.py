@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.align.amounts import Case, choose, thumbs_of
 from benchmarks.align.measures import FilmScore, HeldOut, Point, divergence, vader
-from benchmarks.align.page import comparison, files
+from benchmarks.align.page import amounts_table, comparison, files
 from benchmarks.align.summary import area, disagreement, frontier, summarize, within
 
 START = Point(0, 0.0, 0.2, 0.5, 0.0, 30.0, "")
@@ -127,6 +128,53 @@ def test_the_film_score_is_stored(tmp_path: Path) -> None:
     films = FilmScore.fit([("good", True), ("bad", False)] * 10)
     films.save(tmp_path / "films.json")
     assert FilmScore.load(tmp_path / "films.json") == films
+
+
+THUMBS = [{"prompt": k, "completion": str(k), "label": k % 3 == 0} for k in range(300)]
+
+
+@pytest.mark.parametrize(("up", "flipped"), [(0.5, 0.0), (0.1, 0.0), (0.5, 0.4)])
+def test_thumbs_are_chosen_in_the_ratio_and_flipped(up: float, flipped: float) -> None:
+    case = Case(60, up, flipped, 0, False, seed=1)
+    rows = choose(THUMBS, case)
+    assert len({row["prompt"] for row in rows}) == 60
+    originals = [THUMBS[row["prompt"]]["label"] for row in rows]
+    assert sum(originals) == 60 * up
+    wrong = [label for row, label in zip(rows, originals, strict=True) if row["label"] != label]
+    assert len(wrong) == 60 * flipped
+    assert sum(wrong) == len(wrong) * up  # of each kind alike
+    assert [row["label"] for row in rows] != sorted(row["label"] for row in rows)
+    assert rows != choose(THUMBS, replace(case, seed=2))
+
+
+def test_a_thumb_is_up_above_the_median() -> None:
+    texts = [
+        "a wonderful day",
+        "a day",
+        "a horrible day",
+        "what a great, great day",
+        "an awful day",
+    ]
+    answers = [{"prompt": [], "completion": text, "stop": "eos"} for text in texts]
+    answers.append({"prompt": [], "completion": "a wonderful", "stop": "length"})
+    assert [row["label"] for row in thumbs_of(answers)] == [True, False, False, True, False]
+
+
+def test_the_table_of_amounts_counts_answers_that_are_better_and_worse() -> None:
+    start = {"rewards": [0.0, 0.2, 0.4, 0.6], "kl": 0.0, "length": 20.0}
+    run = {
+        "rows": 1800, "up": 0.5, "flipped": 0.2, "reviewed": 50, "wrong": 270,
+        "is_balanced": False, "kl": 2.0, "length": 30.0,
+    }  # fmt: skip
+    runs = {
+        str(seed): {**run, "seed": seed, "rewards": [0.1, 0.3, 0.4 + seed, 0.5]}
+        for seed in range(2)
+    }
+    last = amounts_table(runs, start).splitlines()[-1]
+    cells = [cell.strip() for cell in last.strip("|").split("|")]
+    assert cells[:4] == ["1,800", "1 : 1", "15% (20% before 50 decisions)", "2"]
+    assert cells[4].startswith("0.450 [")
+    assert cells[5] == "62, 25"
 
 
 def test_the_page_is_that_of_the_results() -> None:

@@ -62,6 +62,8 @@ def main() -> int:
     print(page.table(summaries, start))
     print("\n".join(page.comparison(summaries)))
     if arguments.publish:
+        for result in results.values():
+            del result["rows"]
         page.publish(page.RESULTS, asdict(start), results)
     disagreements = [s.disagreement for s in summaries if s.disagreement is not None]
     return 0 if all(value <= TOLERANCE for value in disagreements) else 1

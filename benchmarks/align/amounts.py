@@ -1,11 +1,11 @@
 """python -m benchmarks.align.amounts [--seeds N] [--folder DIR] [--publish]: what thumbs are worth,
-from 20 to 2,000 of them, unbalanced, and with wrong labels.
+from 20 to 1,800 of them, unbalanced, and with wrong labels.
 
 SmolLM2-135M-Instruct has answered prompts. A thumb is up if VADER scores the answer above the
-median. The recipe that `valence init` writes for thumbs trains on some of them, for three passes,
-at least 24 and at most 125 steps. Then the model answers prompts about other topics, with the
-random numbers with which it answered them before. Every run that is complete stays in the folder,
-so the same command continues where it was stopped. One seed takes half an hour on two cores.
+median. KTO trains an adapter on some of them, for three passes, at least 24 and at most 125 steps.
+Then the model answers prompts about other topics, with the random numbers with which it answered
+them before. Every run that is complete stays in the folder, so the same command continues where it
+was stopped. One seed takes half an hour on two cores.
 ``--publish``: only rewrite the page of results from the runs in the folder.
 """
 
@@ -29,11 +29,13 @@ from transformers.utils.logging import disable_progress_bar
 
 import valence
 from benchmarks.align import page
-from benchmarks.align.frontier import Row, chat, sample_answers, store, use_threads
+from benchmarks.align.frontier import Row, chat, read, sample_answers, store, use_threads
 from benchmarks.align.measures import HeldOut, vader
 from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
 from benchmarks.tools.__main__ import write
 from examples.demo import assets
+from valence.apps.feedback.audit_labels import audit_labels
+from valence.options import AuditOptions
 
 MORE_QUESTIONS = (
     *QUESTIONS,
@@ -45,40 +47,49 @@ MORE_QUESTIONS = (
     "Write the first sentence of a story about {}.",
 )
 NUM_ANSWERS, MAX_NEW_TOKENS, BATCH = 16, 40, 16
+RATE = 2e-4
+"""The learning rate of ``recipes/kto_lora.yaml``, which is for this model."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A run. rows: thumbs. up: share of thumbs up. flipped: share of each kind with the opposite
-    label. seed: of the choice of rows, and of training.
+    label. reviewed: rows whose labels are corrected, the most suspicious ones of
+    ``valence audit --model``. is_balanced: with ``class_weights: auto``. seed: of the choice of
+    rows, and of training.
     """
 
     rows: int
     up: float
     flipped: float
+    reviewed: int
+    is_balanced: bool
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.rows}-{self.up:.2f}-{self.flipped:.1f}-{self.seed}"
+        words = [f"{self.rows}", f"{self.up:.2f}", f"{self.flipped:.1f}", f"{self.reviewed}"]
+        return "-".join([*words, *(["balanced"] if self.is_balanced else []), f"{self.seed}"])
 
     @property
     def steps(self) -> int:
         return min(125, max(24, ceil(3 * self.rows / BATCH)))
 
 
-ROWS, UP, FLIPPED = (20, 60, 200, 600, 2000), (1 / 11, 0.25, 0.75, 10 / 11), (0.1, 0.2, 0.3, 0.4)
+DECISIONS = 50
+ROWS, UP, FLIPPED = (20, 60, 200, 600, 1800), (1 / 11, 10 / 11), (0.1, 0.2, 0.3, 0.4)
 
 
 def cases(num_seeds: int) -> list[Case]:
     """All runs, seed by seed."""
     return [
-        Case(rows, up, flipped, seed)
+        Case(*settings, seed)
         for seed in range(num_seeds)
-        for rows, up, flipped in (
-            *((rows, 0.5, 0.0) for rows in ROWS),
-            *((200, up, 0.0) for up in UP),
-            *((200, 0.5, flipped) for flipped in FLIPPED),
+        for settings in (
+            *((rows, 0.5, 0.0, 0, False) for rows in ROWS),
+            *((200, up, 0.0, 0, balanced) for up in UP for balanced in (False, True)),
+            *((200, 0.5, flipped, 0, False) for flipped in FLIPPED),
+            *((200, 0.5, flipped, DECISIONS, False) for flipped in FLIPPED[1::2]),
         )
     ]
 
@@ -105,9 +116,26 @@ def choose(thumbs: Sequence[Row], case: Case) -> list[Row]:
             raise ValueError(f"{len(chosen)} of {number} rows with the label {label}")
         num_flipped = round(case.flipped * number)
         rows += [
-            {**row, "label": row["label"] != (k < num_flipped)} for k, row in enumerate(chosen)
+            {**row, "label": label != (k < num_flipped), "info": {"label": label}}
+            for k, row in enumerate(chosen)
         ]
     return random.Random(f"order {case.seed}").sample(rows, len(rows))
+
+
+def corrected(file: Path, model: Path, decisions: int) -> list[Row]:
+    """The rows of a file, of which the most suspicious ones have their label from before it was
+    flipped. The order of the others does not change.
+    """
+    ordered = file.with_name("audited.jsonl")
+    ordered.unlink(missing_ok=True)
+    audit_labels([str(file)], AuditOptions(model=str(model), out=ordered))
+    rows = read(file)
+    if ordered.exists():  # otherwise the audit found no sign of wrong labels
+        known = {row["completion"] for row in read(ordered)[:decisions]}
+        for row in rows:
+            if row["completion"] in known:
+                row["label"] = row["info"]["label"]
+    return rows
 
 
 class Amounts:
@@ -159,18 +187,27 @@ class Amounts:
         file = self.folder / f"{case.name}.json"
         if not file.exists():
             start = time.perf_counter()
-            write(self.folder / "rows.jsonl", choose(self.thumbs, case))
+            rows = self.folder / "rows.jsonl"
+            write(rows, choose(self.thumbs, case))
+            if case.reviewed:
+                write(rows, corrected(rows, self.model, case.reviewed))
+            num_wrong = sum(row["label"] != row["info"]["label"] for row in read(rows))
             recipe: Row = {
                 "method": "kto",
                 "model": {"name": str(self.model), "lora": {"rank": 16}},
-                "data": {"train": str(self.folder / "rows.jsonl")},
-                "train": {"max_steps": case.steps, "batch_size": BATCH, "seed": case.seed},
+                "data": {"train": str(rows)},
+                "loss": {"class_weights": "auto"} if case.is_balanced else {},
+                "train": {
+                    "max_steps": case.steps, "batch_size": BATCH, "seed": case.seed,
+                    "learning_rate": RATE,
+                },
                 "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
-            }
+            }  # fmt: skip
             run = valence.build_run(recipe, fresh=True, quiet=True)
             run.fit()
             seconds = time.perf_counter() - start
-            store(file, {**asdict(case), "seconds": seconds, **self.measure(run.policy.causal)})
+            measured = self.measure(run.policy.causal)
+            store(file, {**asdict(case), "wrong": num_wrong, "seconds": seconds, **measured})
         return json.loads(file.read_text())
 
 

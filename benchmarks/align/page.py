@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.align.measures import Point
 from benchmarks.align.summary import (
@@ -118,56 +119,46 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _amount(results: Sequence[Row], start: Row) -> Row:
-    """What runs that differ in their seed have in common: mean reward with a t-interval, and of 100
-    answers, how many are better and worse than before."""
-    rewards = [fmean(run["rewards"]) for run in results]
-    gains = [
-        after - before
-        for run in results
-        for before, after in zip(start["rewards"], run["rewards"], strict=True)
-    ]
-    return {
-        "reward": str(Estimate(tuple(rewards))),
-        "better": round(100 * fmean(gain > 0 for gain in gains)),
-        "worse": round(100 * fmean(gain < 0 for gain in gains)),
-        "kl": f"{fmean(run['kl'] for run in results):.1f}",
-        "length": f"{fmean(run['length'] for run in results):.0f}",
-    }
-
-
 def amounts_table(results: Mapping[str, Row], start: Row) -> str:
+    """For runs that differ in their seed alone: mean reward with a t-interval over seeds, and how
+    many of 100 answers are better and worse than before.
+    """
     before = fmean(start["rewards"])
     lines = [
         "| thumbs | up : down | wrong | runs | reward | better, worse of 100 | nats | tokens |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         f"| none | | | | {before:.3f} | | | {start['length']:.0f} |",
     ]
-    groups: dict[tuple[int, float, float], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in results.values():
-        groups.setdefault((run["rows"], run["up"], run["flipped"]), []).append(run)
-    for (rows, up, flipped), runs in sorted(groups.items(), key=lambda item: _place(*item[0])):
-        s = _amount(runs, start)
+        # amounts first, then shares of thumbs up, then of wrong labels
+        place = run["flipped"] > 0, run["reviewed"] > 0, run["up"] != 0.5
+        rest = run["flipped"], run["up"], run["is_balanced"], run["rows"]
+        groups.setdefault((*place, *rest), []).append(run)
+    for _, runs in sorted(groups.items()):
+        rows, up, reviewed = (runs[0][name] for name in ("rows", "up", "reviewed"))
+        wrong = f"{fmean(run['wrong'] for run in runs) / rows:.0%}"
+        wrong += f" ({runs[0]['flipped']:.0%} before {reviewed} decisions)" if reviewed else ""
+        reward = Estimate(tuple(fmean(run["rewards"]) for run in runs))
+        gains = [
+            after - earlier
+            for run in runs
+            for earlier, after in zip(start["rewards"], run["rewards"], strict=True)
+        ]
+        better, worse = (round(100 * fmean(gain * sign > 0 for gain in gains)) for sign in (1, -1))
+        kl, length = (fmean(run[name] for run in runs) for name in ("kl", "length"))
         ratio = f"{max(1, round(up / (1 - up)))} : {max(1, round((1 - up) / up))}"
+        ratio += ", balanced" if runs[0]["is_balanced"] else ""
         lines.append(
-            f"| {rows:,} | {ratio} | {flipped:.0%} | {len(runs)} | {s['reward']} | "
-            f"{s['better']}, {s['worse']} | {s['kl']} | {s['length']} |"
+            f"| {rows:,} | {ratio} | {wrong} | {len(runs)} | {reward} | "
+            f"{better}, {worse} | {kl:.1f} | {length:.0f} |"
         )
     return "\n".join(lines)
 
 
-def _place(rows: int, up: float, flipped: float) -> tuple[bool, bool, float, float, int]:
-    """Amounts first, then shares of thumbs up, then of wrong labels."""
-    return flipped > 0, up != 0.5, flipped, up, rows
-
-
 def publish(file: Path, start: Row, results: Mapping[str, Row]) -> None:
     """Write results to ``RESULTS`` or ``AMOUNTS``, then the page and the figure."""
-    runs = {
-        name: {key: value for key, value in result.items() if key != "rows" or file == AMOUNTS}
-        for name, result in results.items()
-    }
-    file.write_text(json.dumps({"start": start, "runs": runs}) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"start": start, "runs": results}) + "\n", encoding="utf-8")
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 
