@@ -16,6 +16,7 @@ def answer(id: str) -> Answer:
     """An answer without a model."""
     return Answer(
         id=id,
+        key="",
         model="tiny",
         vocabulary="v",
         prompt=({"role": "user", "content": f"question {id}"},),
