@@ -5,8 +5,8 @@ SmolLM2-135M-Instruct has answered prompts. A thumb is up if VADER scores the an
 median. KTO trains an adapter on some of them, for three passes, at least 24 and at most 125 steps.
 Then the model answers prompts about other topics, with the random numbers with which it answered
 them before. Every run that is complete stays in the folder, so the same command continues where it
-was stopped. One seed takes half an hour on two cores.
-``--publish``: only rewrite the page of results from the runs in the folder.
+was stopped. One seed takes half an hour on two cores. ``--publish``: only rewrite the page of
+results from the runs in the folder.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def choose(thumbs: Sequence[Row], case: Case) -> list[Row]:
 
 def corrected(file: Path, model: Path, decisions: int) -> list[Row]:
     """The rows of a file, of which the most suspicious ones have their label from before it was
-    flipped. The order of the others does not change.
+    flipped. The order of the rows does not change.
     """
     ordered = file.with_name("audited.jsonl")
     ordered.unlink(missing_ok=True)
@@ -158,13 +158,8 @@ class Amounts:
         )  # fmt: skip
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.bfloat16)
-        encode: Any = self.tokenizer.apply_chat_template
-        ids = [
-            encode(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-            for row in prompts[1]
-        ]
-        end = self.tokenizer.eos_token_id
-        self.held_out = HeldOut(ids, end, MAX_NEW_TOKENS, samples=1, seed=1)
+        held = [row["prompt"] for row in prompts[1]]
+        self.held_out = HeldOut.of(self.tokenizer, held, MAX_NEW_TOKENS, samples=1)
 
     def measure(self, policy: Any) -> Row:
         """The rewards of completions of held-out prompts, and the KL divergence (nats)."""

@@ -163,17 +163,7 @@ class Frontier:
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         prompts = [row["prompt"] for row in read(folder / "held.jsonl")]
-        encode: Any = self.tokenizer.apply_chat_template
-        self.held_out = HeldOut(
-            [
-                encode(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-                for prompt in prompts
-            ],
-            self.tokenizer.eos_token_id,
-            MAX_NEW_TOKENS,
-            size.samples,
-            seed=1,
-        )
+        self.held_out = HeldOut.of(self.tokenizer, prompts, MAX_NEW_TOKENS, size.samples)
 
     def result_file(self, name: str) -> Path:
         return self.folder / f"{name}.json"

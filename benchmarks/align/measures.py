@@ -103,6 +103,19 @@ class HeldOut:
     samples: int
     seed: int
 
+    @classmethod
+    def of(
+        cls, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int, samples: int
+    ) -> HeldOut:
+        """Prompts as lists of messages."""
+        ids = [
+            tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+            for p in prompts
+        ]
+        return cls(ids, tokenizer.eos_token_id, max_new_tokens, samples, seed=1)
+
     def measure(
         self, policy: Any, reference: Any, tokenizer: Any, films: FilmScore,
         step: int, seconds: float,

@@ -421,6 +421,7 @@ def sample_episodes(
                     if future.result():
                         ready.append(number)
                     else:
+                        saved.pop(number, None)
                         on_end(episodes[number])
                         num_ended += 1
             progress(num_ended)
