@@ -456,7 +456,7 @@ def _lines(
     if facts.bad:
         first = facts.bad[0]
         yield (
-            f"  on_bad_row: skip  # {len(facts.bad):,} rows cannot be used, the first is "
+            f"  on_bad_row: skip  # rows that cannot be used: {len(facts.bad):,}, the first is "
             f"{first.origin}"
         )
     yield from _evaluation_lines(conversion.share)
