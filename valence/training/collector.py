@@ -31,7 +31,7 @@ from valence.rewards.combine import Combined
 from valence.rewards.run import Stopped, close, score_all
 from valence.rollouts.protocol import Sampling
 from valence.training.engines import RolloutEngine
-from valence.training.episodes import EpisodeRun, episodes_of
+from valence.training.episodes import PATIENCE, EpisodeRun, episodes_of
 from valence.training.evaluate import Evaluation, answer_text, as_text
 from valence.training.folder import Messages
 from valence.training.out_of_memory import MemoryRetry
@@ -273,6 +273,7 @@ class Collector:
                 self._unless_stopped(),
             ):
                 sampling = self._sampling(seed)
+                episodes = self._episodes([prompts[k] for k in local], n, sampling, local)
                 completions = (
                     engine.generate(
                         token_ids,
@@ -280,11 +281,17 @@ class Collector:
                         sampling,
                         first=local.start,
                         progress=advance,
-                        episodes=self._episodes([prompts[k] for k in local], n, sampling, local),
+                        episodes=episodes,
                     )
                     if local
                     else []
                 )
+                if any(episode.is_late for episode in episodes):
+                    messages.note_once(
+                        f"some tools needed more than {PATIENCE:g} s, and other samples did not "
+                        "wait for them: if this run is killed and resumed, the round in progress "
+                        "is repeated with other rounding"
+                    )
                 records = _to_records(completions)
         gathered_records = self._gather(records)
         # without a server, all processes have then sampled the same

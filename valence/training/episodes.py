@@ -26,7 +26,7 @@ from valence.rollouts.protocol import Sampling, completion_seed
 from valence.rollouts.tools import RewardMethod, ToolError, ToolResult, Tools, ToolSession
 from valence.types import Chat, Completion, Episode, Ids, Message, Prompt, content_id
 
-PATIENCE = 5.0
+PATIENCE = 1.0
 """Seconds for which all episodes wait for the tools of some, if the tools can be replayed: the
 rounding of log-probabilities depends on which turns are sampled together, which then does not
 depend on time. A slower tool, or one that cannot be replayed, delays its own episode only.
@@ -91,6 +91,7 @@ class EpisodeRun:
     chat, row_ids: the prompt of its row. info: the other columns of the row. position, index: of
     the prompt, and of the completion among those of the prompt. seed: of the random numbers of its
     tools. tokens, mask, logps: of everything after the prompt. limit: most tokens of these.
+    is_late: the other episodes have not waited for its tools, see ``PATIENCE``.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class EpisodeRun:
         self.versions: list[int] = []
         self.num_turns, self.text = 0, ""
         self.end: End = "answer"
-        self.error, self.reward = "", None
+        self.error, self.reward, self.is_late = "", None, False
         self.turn_rewards: list[float] = []
         self._session: ToolSession | None = None
 
@@ -424,6 +425,8 @@ def sample_episodes(
                         saved.pop(number, None)
                         on_end(episodes[number])
                         num_ended += 1
+                for number in pending.values() if patience else ():
+                    episodes[number].is_late = True
             progress(num_ended)
             num_live -= num_ended
             if patience and num_ended and waiting:  # the next ones join the same turns

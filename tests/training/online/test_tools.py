@@ -24,6 +24,7 @@ from tests.training.online.tool_kit import (
     BY_CHANCE,
     COUNTER,
     LAST,
+    LATE,
     SCALE,
     SHOP,
     TURNS,
@@ -63,6 +64,7 @@ FAST = ("online_kto", "grpo", "ppo")
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_with_short_turns(tmp_path)
     monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
+    monkeypatch.setattr(episodes, "PATIENCE", 600.0)  # however busy the machine is
     return tmp_path
 
 
@@ -197,12 +199,13 @@ def test_the_loss_is_that_of_rows_with_the_same_mask(place: Path) -> None:
             assert torch.allclose(mine, first, rtol=1e-3, atol=1e-6)
 
 
-def test_a_slow_tool_that_cannot_be_replayed_delays_its_episode_only(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("environment", "patience"), [(LAST, 600.0), (LATE, 0.1)])
+def test_a_slow_tool_delays_its_episode_only(
+    place: Path, monkeypatch: pytest.MonkeyPatch, environment: str, patience: float
 ) -> None:
     """The others end before its first call has a result."""
-    monkeypatch.setattr(episodes, "PATIENCE", 600.0)
-    run = built(place, reward=[], rollout={"tools": None, "environment": LAST})
+    monkeypatch.setattr(episodes, "PATIENCE", patience)
+    run = built(place, reward=[], rollout={"tools": None, "environment": environment})
 
     def sample(name: str, last: int | None = None) -> list[Completion]:
         (folder := place / name).mkdir()
@@ -220,6 +223,15 @@ def test_a_slow_tool_that_cannot_be_replayed_delays_its_episode_only(
     assert [[call["error"] for call in c.episode.calls] for c in delayed if c.episode] == [
         [call["error"] for call in c.episode.calls] for c in together if c.episode
     ]
+
+
+@pytest.mark.parametrize(("patience", "is_noted"), [(1e-9, True), (600.0, False)])
+def test_a_round_that_cannot_be_repeated_is_reported(
+    place: Path, monkeypatch: pytest.MonkeyPatch, patience: float, is_noted: bool
+) -> None:
+    monkeypatch.setattr(episodes, "PATIENCE", patience)
+    _, printed = train(tool_recipe(place, train={"max_steps": 1}))
+    assert ("other samples did not wait" in printed) is is_noted
 
 
 def test_an_environment_resets_rewards_and_adds_to_the_prompt(place: Path) -> None:

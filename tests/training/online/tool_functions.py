@@ -101,3 +101,9 @@ class Last:
 
     def close(self) -> None:
         (self.ended / str(os.getpid())).touch()
+
+
+class Late(Last):
+    """The same, and its calls can be repeated."""
+
+    replayable = True

@@ -16,6 +16,7 @@ SCALE = "tests.training.online.tool_functions:scale"
 SHOP = "tests.training.online.tool_functions:Shop"
 COUNTER = "tests.training.online.tool_functions:Counter"
 LAST = "tests.training.online.tool_functions:Last"
+LATE = "tests.training.online.tool_functions:Late"
 TURNS = "tests.training.online.tool_kit:turns"
 
 
