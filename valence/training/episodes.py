@@ -417,7 +417,7 @@ def sample_episodes(
             num_ended = 0
             if not (patience and batch.rows):
                 is_idle = not batch.rows and not ready
-                for future in _answered(pending, patience, is_idle, progress):
+                for future in _answered(pending, episodes, patience, is_idle, progress):
                     number = pending.pop(future)
                     if future.result():
                         ready.append(number)
@@ -425,8 +425,6 @@ def sample_episodes(
                         saved.pop(number, None)
                         on_end(episodes[number])
                         num_ended += 1
-                for number in pending.values() if patience else ():
-                    episodes[number].is_late = True
             progress(num_ended)
             num_live -= num_ended
             if patience and num_ended and waiting:  # the next ones join the same turns
@@ -456,11 +454,13 @@ def sample_episodes(
 
 def _answered(
     pending: Mapping[Future[bool], int],
+    episodes: Sequence[EpisodeRun],
     patience: float,
     is_idle: bool,
     progress: Callable[[int], None],
 ) -> list[Future[bool]]:
     """The futures that are done: all of them, if that takes no longer than ``patience`` seconds.
+    The episodes of the others are late.
 
     is_idle: nothing can be sampled, so at least one has to be done.
     """
@@ -473,5 +473,7 @@ def _answered(
             return_when=FIRST_COMPLETED if is_late else ALL_COMPLETED,
         )
         if not rest or (is_late and (done or not is_idle)):
+            for future in rest:
+                episodes[pending[future]].is_late = patience > 0
             return sorted(done, key=lambda future: pending[future])
         progress(0)
