@@ -67,6 +67,20 @@ def judgement(completion: str, label: bool, line: int = 1, **changes: Any) -> Ju
 # Contradictions and near-duplicates
 
 
+def test_columns_with_other_names_are_read_and_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``valence init`` reads them."""
+    names = {"prompt": "question", "completion": "answer", "label": "liked"}
+    rows = [{names[name]: value for name, value in row.items()} for row in thumbs()]
+    files = write("thumbs.jsonl", thumbs()), write("export.jsonl", rows)
+    expected, audit = (audit_labels([file], AuditOptions()) for file in files)
+    assert audit == expected
+    assert "prompt from question, completion from answer, label from liked" in (
+        capsys.readouterr().out
+    )
+
+
 def test_contradictions_and_near_duplicates_are_named(place: Path) -> None:
     rows = [
         {"prompt": "q", "completion": "The sun is a star, and it is hot.", "label": True},

@@ -43,7 +43,7 @@ from valence.data.label_audit import (
     ratings_of_rows,
     ratings_of_votes,
 )
-from valence.data.load import columns_of, read_together, stream
+from valence.data.load import DataFile, columns_of, read_together, recognize, stream
 from valence.data.sources import BadRow, Row
 from valence.errors import UserError
 from valence.jobs.row_job import as_line, check_line, check_output, refuse_inputs
@@ -330,7 +330,7 @@ def audit_rows(
     if out is not None:
         check_output(out)
     source = with_files(model or NO_MODEL, files, overrides, format=options.format)
-    sources = source.recipe.data.files("eval")
+    sources = [_recognized(item, console) for item in source.recipe.data.files("eval")]
     for number, item in enumerate(sources):
         if item.path in [other.path for other in sources[:number]]:
             raise UserError(
@@ -392,6 +392,16 @@ def audit_rows(
 
 
 # Reading
+
+
+def _recognized(file: SourceSettings, console: Console) -> SourceSettings:
+    """The file with keys for columns whose names say what they are, as ``valence init`` writes."""
+    keys = recognize(DataFile(file.path, file.split, file.subset, file.format, file.keys)).keys
+    if keys == file.keys:
+        return file
+    read = ", ".join(f"{part} from {column}" for part, column in keys.items())
+    print_message(console, f"{file.path}: read {read}")
+    return file.model_copy(update={"keys": dict(keys)})
 
 
 def _check_writable(out: Path, rows: AuditRows) -> None:
