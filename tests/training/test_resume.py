@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,13 @@ def test_no_number_is_read_from_a_path(
 
 
 def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path, report_free_memory: Callable[[int], None]
 ) -> None:
     settings["run"]["save_every"] = 100
     killed(settings, 3)
     assert not (tmp_path / "run/checkpoints").exists()
     before = records(tmp_path / "run")
-    monkeypatch.setattr("valence.training.plan.free_memory", lambda _: 1)
+    report_free_memory(1)
     run, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [0]
     assert (

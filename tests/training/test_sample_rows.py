@@ -20,7 +20,6 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, judge, prompts, sample
 from tests.training.scoring import invoke, read, write
-from valence import cli
 from valence.data.encode import Encoder
 from valence.distributed.process_group import Group
 from valence.jobs import sample_rows as module
@@ -35,7 +34,7 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """A folder with two models, prompts and rewards, which is the current one."""
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     prompts()
     Path("rewards.py").write_text(REWARDS)
     return tmp_path
