@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
 from valence.distributed.process_group import PlannedGroup
+from valence.training import plan
 from valence.training.plan import Plan, make_plan
 from valence.training.prepare import prepare
 
@@ -75,8 +76,8 @@ def _row(path: str, i: int) -> dict[str, Any]:
 
 def use_gpus(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     """Let plans be for GPUs with this many bytes, nearly all of them free."""
+    monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
     for name, value in (
-        ("is_available", True),
         ("get_device_properties", SimpleNamespace(total_memory=size)),
         ("mem_get_info", (int(0.97 * size), size)),
         ("memory_reserved", 0),
