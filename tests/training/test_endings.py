@@ -16,7 +16,6 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.test_run import FinishedRuns, recipe, without_weights
-from valence.training.model_files import ModelWriter
 from valence.training.open_run import restore
 from valence.training.trainer import Trainer
 
@@ -94,16 +93,18 @@ def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path
 def test_the_card_of_a_stopped_run_states_it(
     folder: Path,
     tmp_path: Path,
-    monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(ModelWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    def stop(run: Trainer, record: Any) -> None:
+        if record["step"] == run.total_steps:
+            raise KeyboardInterrupt
+
+    words = "valence train mine.yaml"
     with pytest.raises(KeyboardInterrupt):
-        valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")
-    monkeypatch.undo()
+        valence.train(recipe(folder, tmp_path), quiet=True, command=words, callbacks=[stop])
     run = restore(tmp_path / "run", overrides=["data.train=[]"])
     run.model_writer.write(tmp_path / "out", "merged")
     card = (tmp_path / "out/README.md").read_text()
-    assert "valence train mine.yaml" in card
+    assert words in card
     assert "train.jsonl" in card
     assert re.search(r"\bstopped\b.*\b6\b", card)
 

@@ -16,6 +16,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, LlamaModel
 
 from tests.command import command
 from tests.errors import raises_error
@@ -341,33 +342,38 @@ def test_two_programs_do_not_write_one_file(place: Path) -> None:
 def test_facts_that_change_while_a_model_is_loaded_are_seen(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = module.load_scorer
+    inner = LlamaForCausalLM.from_pretrained
+    with monkeypatch.context() as patch:
 
-    def slow(*mode: Any, **more: Any) -> Any:
-        monkeypatch.setattr(module, "load_scorer", inner)
-        score("scored.jsonl", target="other")
-        return inner(*mode, **more)
+        def slow(*mode: Any, **more: Any) -> Any:
+            patch.undo()
+            score("scored.jsonl", target="other")
+            return inner(*mode, **more)
 
-    monkeypatch.setattr(module, "load_scorer", slow)
-    with raises_error("output-settings-differ", where="out.jsonl (model)"):
-        score("scored.jsonl")
+        patch.setattr(LlamaForCausalLM, "from_pretrained", slow)
+        with raises_error("output-settings-differ", where="out.jsonl (model)"):
+            score("scored.jsonl")
     score("scored.jsonl", target="other")
 
 
 def test_a_file_is_not_moved_aside_while_it_is_written(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner, refused = OutputFile.write, list[UserError]()
+    refused: list[UserError] = []
+    with monkeypatch.context() as patch:
 
-    def meanwhile(self: Any, result: Any) -> None:
-        inner(self, result)
-        monkeypatch.setattr(OutputFile, "write", inner)
-        with raises_error("output-locked", where="out.jsonl") as raised:
-            score(target="other", fresh=True)
-        refused.append(raised.error)
+        def meanwhile(*args: Any, **more: Any) -> Any:
+            if not (Path("out.jsonl").exists() and read()):
+                return forward(*args, **more)
+            patch.undo()
+            with raises_error("output-locked", where="out.jsonl") as raised:
+                score(target="other", fresh=True)
+            refused.append(raised.error)
+            return forward(*args, **more)
 
-    monkeypatch.setattr(OutputFile, "write", meanwhile)
-    score()
+        forward = LlamaModel.forward
+        patch.setattr(LlamaModel, "forward", meanwhile)
+        score()
     assert len(refused) == 1
     assert (len(read()), list(place.glob("out.1*"))) == (17, [])
 
