@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def report_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes Linux report that so many bytes, rounded up to kB, are available."""
+    """Makes Linux report this number of available bytes, rounded up to kB."""
     read_text = Path.read_text
 
     def report(size: int) -> None:

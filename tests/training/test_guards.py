@@ -149,9 +149,9 @@ def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
 ) -> None:
     """Bit for bit: the steps replayed before it run with the number that they had."""
     settings["train"]["micro_batch_tokens"] = 60
-    whole = {**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}}
+    undisturbed = {**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}}
     failure = OutOfMemory(5, "training", MemoryError())
-    full, _ = train(whole, callbacks=[failure])
+    full, _ = train(undisturbed, callbacks=[failure])
     with pytest.raises(Killed):
         train(settings, callbacks=[failure, until(6)])
     again, _ = train(settings)

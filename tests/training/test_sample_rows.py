@@ -47,7 +47,7 @@ def bytes_of(**options: Any) -> bytes:
     return Path("whole.jsonl").read_bytes()
 
 
-def before_each_batch(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+def before_batches(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Calls ``act`` before the prompts of each batch are read."""
     inner = LlamaForCausalLM.forward
 
@@ -149,7 +149,7 @@ def test_a_truncated_output_file_is_resumed(place: Path, monkeypatch: pytest.Mon
     sample()
     for share in (0.2, 0.999, 1.0):
         if share == 1.0:
-            before_each_batch(monkeypatch, lambda: pytest.fail("sampled again"))
+            before_batches(monkeypatch, lambda: pytest.fail("sampled again"))
         part = expected[: int(share * len(expected))]
         Path("answers.jsonl").write_bytes(part)
         counted = sample()
@@ -312,7 +312,7 @@ def test_scoring_resumes_after_running_out_of_memory(
             raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        before_each_batch(patch, fail)
+        before_batches(patch, fail)
         with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
             sample()
     assert sample(at_once=3).earlier == 6

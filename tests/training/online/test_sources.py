@@ -172,8 +172,8 @@ def test_an_update_that_failed_does_not_leave_the_other_processes_alone(tmp_path
     events: list[str] = []
 
     def part(name: str) -> Any:
-        whole = SimpleNamespace(full_tensor=lambda: events.append(f"gather {name}"))
-        return SimpleNamespace(detach=lambda: whole)
+        gathered = SimpleNamespace(full_tensor=lambda: events.append(f"gather {name}"))
+        return SimpleNamespace(detach=lambda: gathered)
 
     state: Any = engine._state
     state.has_split_weights = True
