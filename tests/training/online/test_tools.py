@@ -21,13 +21,13 @@ from tests.rollouts.vllm_server import Fake, serving
 from tests.training.online.recipes import logged
 from tests.training.online.test_servers import kill_at
 from tests.training.online.tool_kit import (
+    BY_CHANCE,
     COUNTER,
     LAST,
     SCALE,
     SHOP,
     TURNS,
     make_with_short_turns,
-    read_calls_by_chance,
     tool_recipe,
     turns,
 )
@@ -62,7 +62,7 @@ FAST = ("online_kto", "grpo", "ppo")
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_with_short_turns(tmp_path)
-    read_calls_by_chance(monkeypatch)
+    monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
     return tmp_path
 
 

@@ -9,12 +9,9 @@ import pytest
 
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.training.online.recipes import logged, make, recipe
-from tests.training.online.tool_kit import (
-    make_with_short_turns,
-    read_calls_by_chance,
-    tool_recipe,
-)
+from tests.training.online.tool_kit import BY_CHANCE, make_with_short_turns, tool_recipe
 from tests.training.resuming import train
+from valence.training import episodes
 from valence.training.collector import Collector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -61,7 +58,7 @@ def test_a_server_samples_the_turns_of_episodes(
     the sampled tokens of the whole conversation."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     make_with_short_turns(tmp_path, max_position_embeddings=2048, **sizes)
-    read_calls_by_chance(monkeypatch)
+    monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
     rollout = {"engine": "vllm", "start": True, "python": str(HERE)}
     train(tool_recipe(tmp_path, rollout=rollout, train={"max_steps": 3}))
     rows = logged(tmp_path)[1:]

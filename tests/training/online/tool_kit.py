@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.training.online.recipes import make, recipe
 from valence.data.tool_calls import CallFormat, _MalformedCallError, _Turn
-from valence.training import episodes
 from valence.types import Completion
 
 SCALE = "tests.training.online.tool_functions:scale"
@@ -43,11 +41,6 @@ def _read(text: str, _: Any) -> _Turn:
 
 BY_CHANCE = CallFormat("by chance", _read)
 """Reads calls out of the texts of a model that was not trained."""
-
-
-def read_calls_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random model calls tools."""
-    monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
 
 
 def make_with_short_turns(place: Path, **changes: Any) -> None:
