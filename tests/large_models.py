@@ -77,10 +77,13 @@ def _row(path: str, i: int) -> dict[str, Any]:
 def use_gpus(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
     """Let plans be for GPUs with this many bytes, nearly all of them free."""
     monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(plan, "free_memory", lambda _: int(0.97 * size))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=size)
-    )
+    for name, value in (
+        ("get_device_properties", SimpleNamespace(total_memory=size)),
+        ("mem_get_info", (int(0.97 * size), size)),
+        ("memory_reserved", 0),
+        ("memory_allocated", 0),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
 def plan_large(path: Path, gpus: int, folder: Path, *overrides: str) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,9 +392,9 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def simulated_device() -> Iterator[list[str]]:
+def simulated_device(flex: Callable[..., Tensor] = attention) -> Iterator[list[str]]:
     """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait
-    for it, each as ``file:function:number text``."""
+    for it, each as ``file:function:number text``. flex: stands for FlexAttention."""
     device = Named([])
     facts = {
         "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE, major=9, minor=0),
@@ -424,7 +424,7 @@ def simulated_device() -> Iterator[list[str]]:
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
         stack.enter_context(mock.patch.object(head, "has_triton", return_value=False))
-        stack.enter_context(mock.patch.object(Visible, "__call__", attention))
+        stack.enter_context(mock.patch.object(Visible, "__call__", flex))
         stack.enter_context(mock.patch.object(prefix_attention, "varlen_attn", varlen_attention))
         stack.enter_context(_in_backward(device))
         stack.enter_context(_in_threads(device.waits))

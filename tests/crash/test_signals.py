@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.command import command
 from tests.crash.helpers import CASE, STEPS, Place, in_step
 from valence.models.cache import CachedReference
 from valence.training import model_files, start
+from valence.training.signals import DUPLICATE_KEY_SECONDS
 from valence.training.state_files import Snapshot
 from valence.training.trainer import Trainer
 
@@ -176,12 +178,11 @@ def test_a_second_signal_ends_at_once(
 
     def twice() -> None:
         signal.raise_signal(first)
+        time.sleep(DUPLICATE_KEY_SECONDS)  # no key is pressed twice faster
         signal.raise_signal(second)
         ended.append(1)
 
     with monkeypatch.context() as patch:
-        # no key is pressed twice so fast
-        patch.setattr("valence.training.signals.DUPLICATE_KEY_SECONDS", 0.0)
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended

@@ -33,7 +33,6 @@ from valence.distributed.tensor_parallel import (
     tensor_parallel,
 )
 from valence.errors import UserError
-from valence.models import head
 from valence.models.build import build_policy
 from valence.models.check import check_layout
 from valence.models.head import Head
@@ -120,6 +119,7 @@ def built(case: Case, data: Any, group: Group) -> PolicyModel:
     check_layout(engine.eval())
     assert engine.packs
     engine.train()
+    engine.max_columns = 7  # so that there are several ranges
     if "fsdp" in case.features and data.size > 1:
         layers = [
             module for module in engine.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -164,7 +164,6 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
 
 
 def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tensor]]:
-    head.MAX_COLUMNS = 7  # so that there are several ranges
     data, group = world.split(tensor)
     return [steps(case, data, group) for case in cases]
 
@@ -179,10 +178,7 @@ def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tens
         pytest.param(4, 2, BOTH, id="both", marks=slow),
     ],
 )
-def test_processes_that_share_products_are_one(
-    size: int, tensor: int, cases: list[Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
+def test_processes_that_share_products_are_one(size: int, tensor: int, cases: list[Case]) -> None:
     ranks = run_on_ranks(several, size, tensor, cases)
     for k, case in enumerate(cases):
         wanted = steps(case, SingleProcess(), SingleProcess())
@@ -244,7 +240,6 @@ def compare(
 
 def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor]:
     """Values and gradients of all variants of the head, gathered."""
-    head.MAX_COLUMNS = 7
     results: dict[str, Tensor] = {}
     for name, variant in VARIANTS.items():
         settings: dict[str, Any] = dict(variant)
@@ -253,7 +248,7 @@ def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor
             convert_layer(linear, GatheredColumnParallelLinear, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
             hidden, target = make_rows(dtype, vocabulary=vocabulary)
-            result = Head(linear, **settings)
+            result = Head(linear, **settings, max_columns=7)
             values = result(hidden, target, entropy)
             leaves = {"hidden": hidden} | dict(linear.named_parameters())
             slopes = torch.autograd.grad(objective(*values, entropy=entropy), list(leaves.values()))
@@ -282,12 +277,8 @@ def shared_heads(world: Group, vocabulary: int) -> list[dict[str, Tensor]]:
 
 @slow
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, VOCABULARY), (4, 37)])
-def test_a_shared_head_is_the_whole_one(
-    size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_head_is_the_whole_one(size: int, vocabulary: int) -> None:
     assert vocabulary % size
-    # ``heads`` sets it in the processes that it runs in.
-    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
     ranks = run_on_ranks(shared_heads, size, vocabulary)
     for k, (dtype, tolerance) in enumerate(DTYPES.items()):
         assert len({digest(rank[k]) for rank in ranks}) == 1
@@ -335,9 +326,9 @@ WIDE = Case("llama", "full", (("vocab_size", 4001),))
 
 def counted(world: Group) -> tuple[int, int, int]:
     """The largest tensor of a forward and backward run, and the sums over processes in each."""
-    head.MAX_COLUMNS = 64
     _, group = world.split(world.size)
     engine = built(WIDE, SingleProcess(), group)
+    engine.max_columns = 64
     sums = [0]
     actual = type(group).sum
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -52,8 +52,12 @@ few = settings(max_examples=25)
 def plain_products() -> Iterator[None]:
     """Inside the block, the kernel for CPUs is not used."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "attention_unsupported", lambda *_: "switched off")
-        yield
+        patch.setenv("VALENCE_NATIVE", "0")
+        native.unavailable.cache_clear()
+        try:
+            yield
+        finally:
+            native.unavailable.cache_clear()
 
 
 def attend_by(
@@ -206,42 +210,36 @@ def test_the_choice_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @few
-@given(
-    prefix_trees(),
-    st.sampled_from([0, 1, 3, 20]),
-    st.sampled_from([0.0, 0.8]),
-    st.sampled_from([1 << 21, 700]),
-)
+@given(prefix_trees(), st.sampled_from([0, 1, 3, 20]), st.sampled_from([0.0, 0.8]), st.just(4))
+@example([(0, 300, -1), (300, 340, 0)], 20, 0.8, 40)  # more than ``MAX_SCORES``
 def test_random_trees(
-    way: str, segments: Segments, window: int, softcap: float, max_scores: int
+    way: str, segments: Segments, window: int, softcap: float, number: int
 ) -> None:
-    inputs = heads(segments[-1][1])
+    inputs = heads(segments[-1][1], number)
     softcap = 0.0 if way == "flash" else softcap
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "MAX_SCORES", max_scores)
-        out = attend_by(way, *inputs, segment_table(segments), window, softcap)
-        results = with_gradients(out, inputs)
+    out = attend_by(way, *inputs, segment_table(segments), window, softcap)
+    results = with_gradients(out, inputs)
     expected = dense_attention(*inputs, visible_mask(segments, window), SCALE, softcap)
     for result, reference in zip(results, with_gradients(expected, inputs), strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("shares_blocks", [True, False])
+@pytest.mark.parametrize("length", [23, 200])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [0, 4])
-def test_nan_stays_in_its_sequence(
-    way: str, window: int, shares_blocks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_stays_in_its_sequence(way: str, window: int, length: int) -> None:
     """Values and gradients of other sequences are unchanged, whether runs share a block or not."""
-    monkeypatch.setattr(layout, "BLOCK_COST", layout.BLOCK_COST if shares_blocks else 0)
-    layout.make_blocks.cache_clear()
-    segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
-    is_other = torch.tensor([r < 20 or r >= 43 for r in range(57)])
-    inputs = heads(57)
+    end = 20 + length
+    segments = [(0, 20, -1), (20, end, -1)]
+    segments += [(end, end + 7, -1), (end + 7, end + 10, 2), (end + 10, end + 14, 2)]
+    blocks = layout.make_blocks(segments_of(segment_table(segments)), torch.device("cpu"))
+    assert len(blocks) == (1 if length == 23 else 2)
+    is_other = torch.tensor([r < 20 or r >= end for r in range(end + 14)])
+    inputs = heads(end + 14)
     expected = with_gradients(attend_by(way, *inputs, segment_table(segments), window), inputs)
     with torch.no_grad():
         for x in inputs:
-            x[:, :, 20:43] = torch.nan
+            x[:, :, 20:end] = torch.nan
     results = with_gradients(attend_by(way, *inputs, segment_table(segments), window), inputs)
     torch.testing.assert_close(results[0][:, is_other], expected[0][:, is_other])
     assert results[0][:, ~is_other].isnan().all()

@@ -4,6 +4,7 @@ however the vocabulary is divided.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from tests.tiny_models import tiny
 from tests.units import units_for
 from valence.batching.micro_batches import StepPacker
-from valence.models import head as head_module
 from valence.models.build import build_policy
 from valence.models.divergence import (
     Distributions,
@@ -27,6 +27,8 @@ from valence.models.head import Head
 from valence.models.reference import AdapterDisabledReference
 
 TOKENS, WIDTH, TEACHER_WIDTH = 7, 16, 24
+narrow_head = partial(Head, max_columns=64)
+"""Divides the vocabulary into ranges of 64 tokens."""
 
 
 def layer(width: int, vocabulary: int, seed: int, **options: Any) -> nn.Linear:
@@ -52,13 +54,6 @@ def formula(log_p: Tensor, log_q: Tensor, beta: float, top_k: int | None) -> Ten
     return beta * to_p + (1 - beta) * to_q
 
 
-@pytest.fixture(autouse=True)
-def narrow_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vocabulary is divided into ranges of 64 tokens."""
-    monkeypatch.setattr(head_module, "MAX_LOGITS", {"cpu": TOKENS * 64, "cuda": TOKENS * 64})
-    monkeypatch.setattr(head_module, "MAX_COLUMNS", 16 * 64)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("vocabulary", "softcap", "temperature", "top_k"),
@@ -76,10 +71,10 @@ def test_values_and_gradients(
     target = torch.randint(0, shared, (TOKENS,))
     upstream = torch.randn(TOKENS, dtype=torch.float64)
 
-    distributions = Distributions(Head(theirs), states, vocabulary)
+    distributions = Distributions(narrow_head(theirs), states, vocabulary)
     teacher = TeacherDistributions(distributions, shared, beta, top_k)
     result = teacher.divergence(
-        Head(ours, softcap=softcap, temperature=temperature), hidden, target
+        narrow_head(ours, softcap=softcap, temperature=temperature), hidden, target
     )
     inputs = [hidden, ours.weight, ours.bias]
     gradients = torch.autograd.grad((result.divergence * upstream).sum(), inputs)
@@ -106,9 +101,9 @@ def test_in_float32_the_result_is_that_of_float64() -> None:
     target = torch.zeros(TOKENS, dtype=torch.long)
     results: list[Tensor] = []
     for dtype in (torch.float64, torch.float32):
-        distributions = Distributions(Head(theirs.to(dtype)), states.to(dtype), 203)
+        distributions = Distributions(narrow_head(theirs.to(dtype)), states.to(dtype), 203)
         teacher = TeacherDistributions(distributions, 203)
-        results.append(teacher.divergence(Head(ours.to(dtype)), hidden.to(dtype), target)[0])
+        results.append(teacher.divergence(narrow_head(ours.to(dtype)), hidden.to(dtype), target)[0])
     assert results[1].dtype == torch.float32
     torch.testing.assert_close(results[1].double(), results[0], rtol=1e-5, atol=1e-5)
 
@@ -126,10 +121,10 @@ def test_the_logits_of_bfloat16_weights_are_not_rounded(top_k: int | None) -> No
     for dtype in (torch.bfloat16, torch.float64):
         states, rounds = hidden.to(dtype), dtype == torch.bfloat16
         distributions = Distributions(
-            Head(theirs.to(dtype), rounds_to_bfloat16=rounds), states, 203
+            narrow_head(theirs.to(dtype), rounds_to_bfloat16=rounds), states, 203
         )
         teacher = TeacherDistributions(distributions, 203, top_k=top_k)
-        head = Head(ours.to(dtype), rounds_to_bfloat16=rounds)
+        head = narrow_head(ours.to(dtype), rounds_to_bfloat16=rounds)
         results.append(teacher.divergence(head, states, target).divergence.detach())
     assert results[0].dtype == torch.float32
     torch.testing.assert_close(results[0].double(), results[1], rtol=1e-4, atol=1e-6)
@@ -139,8 +134,10 @@ def test_the_logits_of_bfloat16_weights_are_not_rounded(top_k: int | None) -> No
 def test_equal_models_have_no_divergence_and_no_gradient(beta: float) -> None:
     ours = layer(WIDTH, 203, 0)
     hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    teacher = TeacherDistributions(Distributions(Head(ours), hidden.detach(), 203), 203, beta)
-    result = teacher.divergence(Head(ours), hidden, torch.zeros(TOKENS, dtype=torch.long))
+    teacher = TeacherDistributions(
+        Distributions(narrow_head(ours), hidden.detach(), 203), 203, beta
+    )
+    result = teacher.divergence(narrow_head(ours), hidden, torch.zeros(TOKENS, dtype=torch.long))
     gradients = torch.autograd.grad(result.divergence.sum(), [hidden, ours.weight])
     limit = 0 if beta in (0, 1) else 1e-6  # of a mixture, log(beta p + (1 - beta) p) is rounded
     for values in (result.divergence, *gradients):
@@ -171,8 +168,8 @@ def test_the_likeliest_tokens_alone_are_enough(beta: float) -> None:
     top = log_p.topk(9)
     known = TopTokens(top.indices, top.values, log_p[torch.arange(TOKENS), target])
     results = [
-        TeacherDistributions(source, 203, beta, 9).divergence(Head(ours), hidden, target)
-        for source in (known, Distributions(Head(theirs), states, 203))
+        TeacherDistributions(source, 203, beta, 9).divergence(narrow_head(ours), hidden, target)
+        for source in (known, Distributions(narrow_head(theirs), states, 203))
     ]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)

@@ -16,16 +16,17 @@ from valence.models.gradients import MEMORY, Embedding, clear, write_embedding_g
 from valence.training.step import optimizer_step
 
 ROWS, WIDTH = 12, 5
+LARGE_ROWS = gradients.LARGE // (8 * WIDTH) + 1
 IDS = torch.tensor([[3, 0, 3, 11], [3, 7, 0, 1]])
 
 
 def pair(
-    padding: int | None = None, dtype: torch.dtype = torch.float64
+    padding: int | None = None, dtype: torch.dtype = torch.float64, rows: int = ROWS
 ) -> tuple[nn.Embedding, nn.Embedding]:
     """PyTorch's own and ours, with the same weights."""
     torch.manual_seed(0)
-    actual = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
-    ours = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
+    actual = nn.Embedding(rows, WIDTH, padding_idx=padding, dtype=dtype)
+    ours = nn.Embedding(rows, WIDTH, padding_idx=padding, dtype=dtype)
     ours.load_state_dict(actual.state_dict())
     ours.__class__ = Embedding
     return actual, ours
@@ -78,9 +79,8 @@ def test_it_is_handed_over_where_somebody_waits_for_it(mode: str) -> None:
     torch.testing.assert_close(observed[0], actual.weight.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_memory_is_used_again_and_its_content_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "LARGE", 0)
-    actual, ours = pair()
+def test_memory_is_used_again_and_its_content_forgotten() -> None:
+    actual, ours = pair(rows=LARGE_ROWS)
     value(ours).backward()
     first: Any = ours.weight.grad
     first.fill_(torch.nan)
@@ -96,12 +96,9 @@ def test_memory_is_used_again_and_its_content_forgotten(monkeypatch: pytest.Monk
     assert ours.weight.grad is first
 
 
-def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gradients, "LARGE", 0)
+def test_memory_is_given_back_on_demand_and_where_it_does_not_fit() -> None:
     for change in ("demand", "dtype", "shape"):
-        _, ours = pair()
+        _, ours = pair(rows=LARGE_ROWS)
         value(ours).backward()
         first: Any = ours.weight.grad
         clear(ours.parameters(), keep=change != "demand")
@@ -119,10 +116,9 @@ def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(
         )
 
 
-def test_a_gradient_that_was_moved_away_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_was_moved_away_is_not_changed() -> None:
     """Only ``clear`` marks the memory of a gradient as unused."""
-    monkeypatch.setattr(gradients, "LARGE", 0)
-    _, ours = pair()
+    _, ours = pair(rows=LARGE_ROWS)
     value(ours).backward()
     first: Any = ours.weight.grad
     before = first.clone()

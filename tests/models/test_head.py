@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.errors import raises_error
 from tests.simulated_cuda import simulated_device
-from valence.models import head, native
+from valence.models import native
 from valence.models.head import (
     HEAD_BACKENDS,
+    LAYER_ROWS,
     Head,
     TorchKernels,
     TritonKernels,
@@ -160,19 +162,18 @@ def backend_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("columns", "keep"), [(8192, 1), (50, 1), (50, 0)])
+@pytest.mark.parametrize(("columns", "cache_bytes"), [(8192, 2**30), (50, 2**30), (50, 0)])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("backend", "device", "precision", "variant"), backend_cases())
 def test_each_backend_computes_the_oracle(
     backend: str, device: str, precision: str, variant: str,
-    entropy: bool, columns: int, keep: float, monkeypatch: pytest.MonkeyPatch,
+    entropy: bool, columns: int, cache_bytes: int,
 ) -> None:  # fmt: skip
     """Values and gradients, for one range of the vocabulary and for several, with all
     probabilities kept and with none.
     """
-    monkeypatch.setattr(head, "MAX_COLUMNS", columns)
-    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep * 2**30))
     tested, hidden, target = make_head(backend, precision, variant, device)
+    tested = replace(tested, max_columns=columns, cache_bytes=cache_bytes)
     reason = HEAD_BACKENDS[backend].unsupported(tested, hidden)
     if reason and any(part in reason for part in MACHINE):
         pytest.skip(reason)
@@ -192,11 +193,10 @@ def test_each_backend_computes_the_oracle(
 
 
 @pytest.mark.parametrize("keep", [3, 0])
-def test_some_probabilities_are_kept(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_probabilities_are_kept(keep: int) -> None:
     """The first ranges come from the cache, the others are computed again."""
-    monkeypatch.setattr(head, "MAX_COLUMNS", 7)
-    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep * 7 * ROWS * 8))
     tested, hidden, target = make_head("torch", "float64")
+    tested = replace(tested, max_columns=7, cache_bytes=keep * 7 * ROWS * 8)
     logps, _ = tested(hidden, target)
     cache = logps.grad_fn.saved_tensors[9:]  # type: ignore[union-attr]
     assert len(cache) == keep
@@ -308,13 +308,11 @@ def layer_with_logits(logits: list[float]) -> tuple[nn.Linear, Tensor]:
 
 
 @pytest.mark.parametrize("keep", [0, 2**30])
-def test_the_gradient_of_a_nearly_certain_token_is_not_zero(
-    keep: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_of_a_nearly_certain_token_is_not_zero(keep: int) -> None:
     """p is 1 in bfloat16, but p - 1 is not 0."""
-    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
     layer, hidden = layer_with_logits([8, 0, 0])
-    Head(layer, rounds_to_bfloat16=True)(hidden, torch.tensor([0]))[0].sum().backward()
+    tested = Head(layer, rounds_to_bfloat16=True, cache_bytes=keep)
+    tested(hidden, torch.tensor([0]))[0].sum().backward()
     p = torch.softmax(torch.tensor([8.0, 0, 0]).double(), -1)[0]
     assert p > 1 - 2**-9
     assert hidden.grad is not None
@@ -325,14 +323,13 @@ def test_the_gradient_of_a_nearly_certain_token_is_not_zero(
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("keep", [0, 2**30])
 def test_a_target_in_a_range_of_negligible_probability_has_a_gradient(
-    target: int, rounds: bool, keep: int, monkeypatch: pytest.MonkeyPatch
+    target: int, rounds: bool, keep: int
 ) -> None:
     """exp(-200) is 0 in float32. The range of the target is the first or the last one."""
-    monkeypatch.setattr(head, "MAX_COLUMNS", 2)
-    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
     logits = [-200.0, -201, 0, 1, -200, -202]
     layer, hidden = layer_with_logits(logits)
-    Head(layer, rounds_to_bfloat16=rounds)(hidden, torch.tensor([target]))[0].sum().backward()
+    tested = Head(layer, rounds_to_bfloat16=rounds, max_columns=2, cache_bytes=keep)
+    tested(hidden, torch.tensor([target]))[0].sum().backward()
     expected = torch.softmax(torch.tensor(logits).double(), 0).neg()
     expected[target] += 1
     assert layer.weight.grad is not None
@@ -371,12 +368,11 @@ def test_results_do_not_depend_on_the_memory_of_the_gpu(monkeypatch: pytest.Monk
     """What the backward pass computes again, and so rounds again, is the same on all GPUs."""
     layer = nn.Linear(8, 4096, bias=False)
     hidden, target = torch.randn(64, 8, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
-    monkeypatch.setattr(head, "MAX_COLUMNS", 64)
     with simulated_device():
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: 1 / 0)
         rows = hidden.to("cuda").requires_grad_()
-        logps = Head(layer.to("cuda"), rounds_to_bfloat16=True)(rows, target.to("cuda"))[0]
-        logps.sum().backward()
+        tested = Head(layer.to("cuda"), rounds_to_bfloat16=True, max_columns=64)
+        tested(rows, target.to("cuda"))[0].sum().backward()
         assert rows.grad is not None
         monkeypatch.undo()
 
@@ -448,11 +444,10 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("keep", [0, 2**30])
 @pytest.mark.parametrize("rounds", [False, True])
 def test_memory_has_neither_all_logits_nor_a_second_gradient_of_the_weight(
-    rounds: bool, keep: int, monkeypatch: pytest.MonkeyPatch
+    rounds: bool, keep: int
 ) -> None:
-    monkeypatch.setattr(head, "MAX_COLUMNS", 100)
-    monkeypatch.setattr(head, "CACHE_BYTES", dict.fromkeys(head.CACHE_BYTES, keep))
-    tested = Head(make_layer(torch.float32, vocabulary=2000), rounds_to_bfloat16=rounds)
+    layer = make_layer(torch.float32, vocabulary=2000)
+    tested = Head(layer, rounds_to_bfloat16=rounds, max_columns=100, cache_bytes=keep)
     weight: Any = tested.layer.weight
     elements = 0
     for step in range(2):
@@ -515,18 +510,17 @@ def test_a_tied_weight_gets_both_gradients() -> None:
         torch.testing.assert_close(tied.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_adapter_on_the_head_is_part_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_the_head_is_part_of_the_logits() -> None:
     from peft.tuners.lora import Linear as Adapted
     from peft.tuners.lora import LoraConfig
 
-    monkeypatch.setattr(head, "LAYER_ROWS", 5)
     adapted = Adapted(
         make_layer(), "default", config=LoraConfig(r=2, lora_alpha=4), r=2, lora_alpha=4
     )
     weights: list[Any] = [adapted.lora_A["default"].weight, adapted.lora_B["default"].weight]
     for weight in weights:
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(3))
-    hidden, target = make_rows()
+    hidden, target = make_rows(count=LAYER_ROWS + 1)
     values = Head(adapted, temperature=0.8)(hidden, target, True)
     results = torch.autograd.grad(objective(*values, entropy=True), [hidden, *weights])
     expected = dense(adapted(hidden) / 0.8, target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -26,12 +25,12 @@ CPU = torch.device("cpu")
 windows = st.sampled_from([0, 1, 2, 5, 30])
 
 
-def covered(segments: SegmentTable, window: int) -> Tensor:
+def covered(segments: SegmentTable, window: int, *sizes: int) -> Tensor:
     """How often each query (row) sees each key (column), by the blocks."""
     keys = max(end for _, end, _, _ in segments)
     queries = sum(end - start for start, end, _, flag in segments if flag)
     result = torch.zeros(queries, keys, dtype=torch.long)
-    for block in make_blocks(segments, CPU):
+    for block in make_blocks(segments, CPU, *sizes):
         (count, n), length = block.queries.shape, block.keys.shape[1]
         unseen = hidden_keys(block, window)
         full = torch.zeros(count, 1, n, length, dtype=torch.bool)
@@ -55,12 +54,7 @@ def test_blocks_cover_visible_pairs_exactly_once(
     segments: Segments, window: int, sizes: tuple[int, int]
 ) -> None:
     """Whatever the size of a block, and however readily runs are put into one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_RUN_SCORES", sizes[0])
-        patch.setattr(layout, "BLOCK_COST", sizes[1])
-        make_blocks.cache_clear()
-        result = covered(segments_of(segment_table(segments)), window)
-        make_blocks.cache_clear()
+    result = covered(segments_of(segment_table(segments)), window, *sizes)
     assert torch.equal(result, visible_mask(segments, window).long())
 
 

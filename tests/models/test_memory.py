@@ -117,10 +117,7 @@ def test_a_background_save_copies_weights_moments_and_a_saved_reference() -> Non
     assert add_value_model(copied, copied, SHAPE, 4).checkpoint > 1.5 * copied.checkpoint
 
 
-def test_on_a_gpu_the_copy_for_a_checkpoint_is_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "_head", lambda _: 0)
+def test_on_a_gpu_the_copy_for_a_checkpoint_is_in_host_memory() -> None:
     plain, copied = (
         predicted(copies_state=copies, device=torch.device("cuda"), split=Split(2, offload=True))
         for copies in (False, True)

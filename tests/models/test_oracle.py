@@ -21,10 +21,11 @@ from tests.prefix_trees import conversations, encoded, sequence_sets, sharing
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
 from valence.batching.prefix_tree import TokenSequence
-from valence.models import attention, head
+from valence.models import attention
 from valence.models.build import build_policy, build_reference
 from valence.models.check import check_layout, plain_batch
 from valence.models.compiling import compile_layers
+from valence.models.head import TargetLogProb
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch, TokenizedExample
 
@@ -158,10 +159,10 @@ PATTERNS = (
 def test_a_prefix_tree_equals_one_by_one_in_values_and_gradients(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "MAX_COLUMNS", 5)  # so that several chunks are crossed
     if mode == "sdpa":  # as on devices other than a CPU
         monkeypatch.setattr(attention, "attend_on_cpu", attention.attend_by_sdpa)
     engine = policy(name, mode)
+    engine.max_columns = 5  # so that several chunks are crossed
     for trains in PATTERNS:
         batch = prefix_tree_batch(conversations(), trains)
         assert len(batch.tokens) == 60
@@ -341,13 +342,11 @@ def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
         torch.randint(0, 49152, (36,), generator=generator),
     )
     exact = torch.log_softmax(logits.double(), -1).gather(1, target[:, None]).squeeze(1)
-    result: Tensor = head.TargetLogProb.apply(logits, target)  # type: ignore[assignment]
+    result: Tensor = TargetLogProb.apply(logits, target)  # type: ignore[assignment]
     assert abs((result.double() - exact).sum()) < 2e-5
 
 
 def test_the_slope_of_a_log_probability() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 11, generator=generator, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        head.TargetLogProb.apply, (logits, torch.tensor([3, 0, 10, 3, 7]))
-    )
+    assert torch.autograd.gradcheck(TargetLogProb.apply, (logits, torch.tensor([3, 0, 10, 3, 7])))

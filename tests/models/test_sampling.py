@@ -23,9 +23,7 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14)]
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("lora", "narrow"), [(None, False), (None, True), (LORA, True)])
-def test_answers_come_from_the_products_of_training(
-    name: str, lora: Any, narrow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_come_from_the_products_of_training(name: str, lora: Any, narrow: bool) -> None:
     """In bfloat16, keys and values too; but on a CPU float32 masters are multiplied as they are
     (elsewhere: ``narrow``).
     """
@@ -34,21 +32,18 @@ def test_answers_come_from_the_products_of_training(
         tiny(name, vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.bfloat16, lora=lora
     )
     before = [weights.clone() for weights in engine.parameters()]
-    products, caches, give_room = set[torch.dtype](), list[Any](), kv.select_rows
+    products, caches = set[torch.dtype](), list[Any]()
     for module in engine.modules():
         if isinstance(module, nn.Linear) and module is not engine.causal.get_output_embeddings():
             module.register_forward_hook(lambda _module, _inputs, out: products.add(out.dtype))
-
-    def watched(cache: Any, index: torch.Tensor, max_tokens: int) -> None:
-        give_room(cache, index, max_tokens)
-        caches.append(cache)
-
-    monkeypatch.setattr(kv, "select_rows", watched)
+    engine.causal.register_forward_hook(
+        lambda _module, _inputs, out: caches.append(out.past_key_values)
+    )
     result: Any = engine.model
     with engine.sampling(), engine.autocast() if narrow else nullcontext():
         rows = HFGenerator(result, tokenizer).generate(PROMPTS, 3, Sampling(max_new_tokens=12))
     assert products == {torch.bfloat16 if narrow else torch.float32}
-    roomy = [layer for layer in caches[0].layers if isinstance(layer, kv.PreallocatedLayer)]
+    roomy = [layer for layer in caches[-1].layers if isinstance(layer, kv.PreallocatedLayer)]
     assert {part.dtype for layer in roomy for part in (layer.keys, layer.values)} == products
     for prompt, answers in zip(PROMPTS, rows, strict=True):
         for answer in answers:

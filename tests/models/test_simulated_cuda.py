@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
 from subprocess import CalledProcessError
 from types import SimpleNamespace
@@ -26,7 +26,6 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.models import attention
 from valence.models.build import build_policy
 from valence.models.check import PackingWarning
-from valence.models.flex import Visible
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
@@ -90,47 +89,43 @@ ERRORS = {
 }
 
 
-def break_backends(
-    patch: pytest.MonkeyPatch, backends: Collection[str], error: Exception = ERRORS["Triton"]
-) -> None:
-    def run_flex(self: Visible, *arguments: Any) -> Tensor:
-        if "flex" in backends:
-            raise error
-        return simulated_cuda.attention(self, *arguments)
+@pytest.fixture(autouse=True)
+def triton_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
 
-    patch.setattr(Visible, "__call__", run_flex)
-    patch.setitem(sys.modules, "triton.errors", SimpleNamespace(TritonError=TritonError))
-    if "sdpa" in backends:
-        patch.setattr(attention, "attend_by_sdpa", lambda *_: 1 / 0)
+
+def failing(error: Exception = ERRORS["Triton"]) -> Callable[..., Tensor]:
+    def run(*_: Any) -> Tensor:
+        raise error
+
+    return run
+
+
+def break_sdpa(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "attend_by_sdpa", lambda *_: 1 / 0)
 
 
 @pytest.mark.parametrize("error", [None, *ERRORS.values()], ids=["no error", *ERRORS])
-def test_the_next_attention_backend_is_used_if_one_fails(
-    error: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_attention_backend_is_used_if_one_fails(error: Exception | None) -> None:
     """For float32, which FlashAttention does not support."""
-    backend, computation = "flex", "None prefix tree"
+    backend, computation, flex = "flex", "None prefix tree", simulated_cuda.attention
     if error is not None:
-        backend, computation = "sdpa", "None prefix tree attention sdpa"
+        backend, computation, flex = "sdpa", "None prefix tree attention sdpa", failing(error)
     expected = measured(*built("gemma2", "off", PATTERNS[1], HOST))
-    with simulated_device(), warnings.catch_warnings(record=True) as caught:
+    with simulated_device(flex), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if error is not None:
-            break_backends(monkeypatch, ("flex",), error)
         engine, batch = built("gemma2", "off", PATTERNS[1], CUDA)
         assert (engine.packs, engine.attention_backend) == (True, backend)
         assert engine.computation == computation
         results = [item.cpu() for item in measured(engine, batch)]
-        monkeypatch.undo()
     problems = [item.message for item in caught if isinstance(item.message, PackingWarning)]
     assert [problem.code for problem in problems] == ["attention-fallback"] * (error is not None)
     torch.testing.assert_close(results[0], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(results[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
-def test_flash_attention_comes_before_attention_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulated_device(), monkeypatch.context() as patch:
-        break_backends(patch, ("flex",))
+def test_flash_attention_comes_before_attention_by_blocks() -> None:
+    with simulated_device(failing()):
         with pytest.warns(PackingWarning):
             engine, _ = built("llama", "off", PATTERNS[1], CUDA, torch.bfloat16)
         assert engine.attention_backend == "flash"
@@ -140,8 +135,8 @@ def test_one_sequence_at_a_time_on_a_device_must_be_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = measured(*built("llama", "off", PATTERNS[0], HOST))[0]
-    with simulated_device(), monkeypatch.context() as patch:
-        break_backends(patch, ("flex", "sdpa"))
+    with simulated_device(failing()), monkeypatch.context() as patch:
+        break_sdpa(patch)
         with raises_error("packing-fails", where="VALENCE_ATTENTION", fix="one_by_one"):
             built("llama", "off", PATTERNS[0], CUDA)
         patch.setenv("VALENCE_ATTENTION", "one_by_one")
@@ -159,7 +154,7 @@ def test_a_requested_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         engine, _ = built("llama", "off", PATTERNS[0], CUDA)
         assert engine.attention_backend == "sdpa"
         with monkeypatch.context() as patch:
-            break_backends(patch, ("sdpa",))
+            break_sdpa(patch)
             with raises_error("packing-fails", where="VALENCE_ATTENTION"):
                 built("llama", "off", PATTERNS[0], CUDA)
     with raises_error("attention-backend-unsupported", where="VALENCE_ATTENTION"):

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.models.test_oracle import PATTERNS, named, policy, prefix_tree_batch
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
-from valence.models import head
 from valence.models.build import build_reference
 from valence.models.digest import model_digest
 from valence.models.policy_model import PolicyModel
@@ -53,10 +52,10 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
 )
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_values_and_gradients_are_those_of_tempered_logits(
-    name: str, mode: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, packed: bool
 ) -> None:
-    monkeypatch.setattr(head, "MAX_COLUMNS", 5)
     engine = policy(name, mode)
+    engine.max_columns = 5
     plain = engine(prefix_tree_batch(conversations())).logp.detach()
     engine.temperature = HEAT
     engine.lay_out(packed=packed)

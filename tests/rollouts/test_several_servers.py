@@ -91,21 +91,14 @@ def test_prompts_of_a_killed_server_go_to_the_other_once(
     pool: VLLMGenerator,
     notes: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has replied to two prompts, and has two others in progress, when its sockets close."""
     first, second = fakes
     wanted = expected(tmp_path)
-    arrived: list[int] = []
-    plain = VLLMGenerator._completions
-
-    def record(self: VLLMGenerator, prompt: Any, *args: Any) -> Any:
-        arrived.append(prompt[-1])
-        return plain(self, prompt, *args)
-
-    monkeypatch.setattr(VLLMGenerator, "_completions", record)
+    is_killed = threading.Event()
     pool.sync(1, weights)
     held: list[int] = []
+    progress: list[int] = []
 
     def answer_two(body: Any) -> None:
         number = body["token_ids"][-1]
@@ -113,18 +106,17 @@ def test_prompts_of_a_killed_server_go_to_the_other_once(
             return
         held.append(number)
         if len(held) == 2:
-            wait_until(lambda: {0, 2} <= set(arrived))
+            wait_until(lambda: sum(progress) == 4)
             first.kill()
+            is_killed.set()
         first.hang(body)
 
     first.on[ROUTE] = answer_two
-    second.on[ROUTE] = lambda body: time.sleep(0.02)
-    progress: list[int] = []
+    second.on[ROUTE] = lambda body: is_killed.wait(30) and time.sleep(0.02)
     rows = pool.generate(PROMPTS, 2, SAMPLING, progress=progress.append)
     assert len(held) == 2
     assert tokens(rows) == wanted
     assert sum(progress) == 2 * len(PROMPTS)
-    assert sorted(arrived) == list(range(12))
     assert set(held) <= set(prompts_sent(second))
     assert not {0, 2} & set(prompts_sent(second))
     assert len(prompts_sent(second)) == len(set(prompts_sent(second))) == 10
@@ -198,13 +190,10 @@ def test_a_server_that_is_restarted_while_others_sample(
     pool.close()
 
 
-def test_a_server_that_never_replies_is_replaced(
-    fakes: tuple[Fake, Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_replies_is_replaced(fakes: tuple[Fake, Fake], tmp_path: Path) -> None:
     """It accepts connections. With a single server, this ends the run."""
-    monkeypatch.setattr("valence.rollouts.client.HEALTH_SECONDS", 0.2)
     first, second = fakes
-    pool = generator([first.url, second.url], DiskTransfer(tmp_path / "weights"), timeout=1.0)
+    pool = generator([first.url, second.url], DiskTransfer(tmp_path / "weights"), timeout=0.6)
     pool.sync(1, weights)
     first.on |= {ROUTE: first.hang}
 

@@ -13,7 +13,6 @@ import torch
 from torch.multiprocessing import reductions
 
 from tests.rollouts.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
-from valence.rollouts import transports
 from valence.rollouts.transports import IpcTransfer
 
 DEVICE = torch.device("cpu")
@@ -76,12 +75,9 @@ def assert_received(device: Device, weights: dict[str, torch.Tensor]) -> None:
         assert torch.equal(device.received[name], value)
 
 
-def test_every_tensor_arrives_through_one_buffer(
-    fake: Fake, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transports, "STAGED", 24)
+def test_every_tensor_arrives_through_one_buffer(fake: Fake, device: Device) -> None:
     # the bfloat16 number would leave the int64 number behind it at an odd position
-    sampler = generator(fake.url, IpcTransfer(5.0, DEVICE, copies=False))
+    sampler = generator(fake.url, IpcTransfer(5.0, DEVICE, copies=False, buffer_size=24))
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, live.items)
     assert_received(device, WEIGHTS)
@@ -109,12 +105,10 @@ def test_a_server_that_was_restarted_receives_the_weights_again(fake: Fake, devi
     assert_received(device, WEIGHTS)
 
 
-def test_a_tensor_larger_than_the_buffer_has_a_larger_one(
-    fake: Fake, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transports, "STAGED", 16)
+def test_a_tensor_larger_than_the_buffer_has_a_larger_one(fake: Fake, device: Device) -> None:
     weights = {"small": torch.ones(2), "large": torch.arange(12.0), "last": torch.zeros(3)}
-    generator(fake.url, IpcTransfer(5.0, DEVICE, copies=False)).sync(1, weights.items)
+    transfer = IpcTransfer(5.0, DEVICE, copies=False, buffer_size=16)
+    generator(fake.url, transfer).sync(1, weights.items)
     assert_received(device, weights)
     assert [buffer.numel() for buffer in device.exports] == [16, 48]
 

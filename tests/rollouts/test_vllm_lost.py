@@ -6,8 +6,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import FREE, PROMPTS, Drop, Fake, generator, serving, weights
 from valence.rollouts.client import MAX_LOSSES
@@ -103,11 +101,7 @@ def test_a_server_that_stays_away(tmp_path: Path) -> None:
     assert "0.3 s" in raised.error.message
 
 
-def test_a_server_that_takes_connections_and_never_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("valence.rollouts.client.HEALTH_SECONDS", 0.2)
-    monkeypatch.setattr("valence.rollouts.vllm.INFO_SECONDS", 0.2)
+def test_a_server_that_takes_connections_and_never_answers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sampler = generator(url, DiskTransfer(tmp_path), timeout=0.4)

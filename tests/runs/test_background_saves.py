@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from valence.training import checkpoints as checkpoint_files
-from valence.training.checkpoints import Checkpoints
+from valence.training.checkpoints import MIN_BACKGROUND_BYTES, Checkpoints
+
+LARGE = torch.zeros(MIN_BACKGROUND_BYTES // 4)
 
 
 class _Interrupt(BaseException):
@@ -29,12 +30,9 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, previous)
 
 
-def test_an_interrupted_wait_does_not_lose_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarm: None
-) -> None:
+def test_an_interrupted_wait_does_not_lose_the_save(tmp_path: Path, alarm: None) -> None:
     """The next save of the same step would otherwise write into the folder of the first one."""
-    monkeypatch.setattr(checkpoint_files, "MIN_BACKGROUND_BYTES", 0)
-    may_write, states = threading.Event(), [{"w": torch.zeros(4)}, {"w": torch.ones(4), "x": 1}]
+    may_write, states = threading.Event(), [{"w": LARGE}, {"w": LARGE + 1, "x": 1}]
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
 
     def block() -> None:
@@ -59,7 +57,6 @@ def test_the_thread_has_the_device_of_its_process(
     """Device 0 is the current one of a new thread, and PyTorch's writer waits for its stream: each
     process of a host would get memory there.
     """
-    monkeypatch.setattr(checkpoint_files, "MIN_BACKGROUND_BYTES", 0)
     current, devices = threading.local(), list[int]()
     current.device = 3
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -67,7 +64,7 @@ def test_the_thread_has_the_device_of_its_process(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.save(
-        5, {"w": torch.zeros(4)}, {}, first=[lambda: devices.append(torch.cuda.current_device())]
+        5, {"w": LARGE}, {}, first=[lambda: devices.append(torch.cuda.current_device())]
     )
     checkpoints.wait()
     assert checkpoints.take_messages() == []

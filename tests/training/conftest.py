@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,6 @@ from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, killed, settings, settings_for, train
 from tests.training.scoring import FILES, write
 from tests.training.test_run import finished, folder, recipe
-from valence import cli
 from valence.jobs import score_rows as module
 from valence.storage import add_checksum
 
@@ -42,6 +44,41 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def report_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes Linux report this number of available bytes, rounded up to kB."""
+    read_text = Path.read_text
+
+    def report(size: int) -> None:
+        def read(path: Path, *args: Any, **options: Any) -> str:
+            if path == Path("/proc/meminfo"):
+                return f"MemAvailable: {-(-size // 1024)} kB"
+            return read_text(path, *args, **options)
+
+        monkeypatch.setattr(Path, "read_text", read)
+
+    return report
+
+
+@pytest.fixture
+def limit_file_size() -> Iterator[Callable[[int], None]]:
+    """Sets the number of bytes beyond which no file can be written; -1: as many as fit."""
+    before, maximum = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, maximum))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before, maximum))
+
+
+@pytest.fixture
+def instant_compiler(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler for the layers that does nothing: the real one takes its time."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "g++").touch(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+
+
+@pytest.fixture
 def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two models and a file of each kind of rows, which is the current one.
 
@@ -50,7 +87,7 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WINDOW", 4)
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     for name, rows in FILES.items():
         write(f"{name}.jsonl", rows)
     return tmp_path

@@ -21,7 +21,6 @@ from tests.tiny import CHATML, tiny_tokenizer, tokenizer_of
 from tests.tiny_models import tiny
 from tests.training.rounds import sample
 from tests.training.scoring import read, score, write
-from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.models.build import generation_stops
@@ -46,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     and rows.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     saved("chat", CHATML)
     saved("base", None)
     write("pairs.jsonl", PAIRS)

@@ -15,10 +15,9 @@ import valence
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
-from tests.training.test_run import FinishedRuns, recipe
-from valence.errors import UserError
-from valence.training.model_files import ModelWriter
+from tests.training.test_run import FinishedRuns, recipe, without_weights
 from valence.training.open_run import restore
+from valence.training.trainer import Trainer
 
 
 def status(path: Path) -> str:
@@ -70,17 +69,10 @@ def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path
 def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
     folder: Path,
     tmp_path: Path,
-    monkeypatch: Any,
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "valence.training.models.load_model",
-            lambda *_, **__: (_ for _ in ()).throw(
-                UserError("no weights", code="model-not-loadable")
-            ),
-        )
-        with raises_error("model-not-loadable"):
-            valence.train(recipe(folder, tmp_path, train={"epochs": 1}), quiet=True)
+    broken = without_weights(folder, tmp_path / "broken")
+    with raises_error("model-not-loadable"):
+        valence.train(recipe(broken, tmp_path, train={"epochs": 1}), quiet=True)
     valence.train(recipe(folder, tmp_path, train={"epochs": 1}), quiet=True)
     assert status(tmp_path) == "done"
 
@@ -101,16 +93,18 @@ def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path
 def test_the_card_of_a_stopped_run_states_it(
     folder: Path,
     tmp_path: Path,
-    monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(ModelWriter, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    def stop(run: Trainer, record: Any) -> None:
+        if record["step"] == run.total_steps:
+            raise KeyboardInterrupt
+
+    words = "valence train mine.yaml"
     with pytest.raises(KeyboardInterrupt):
-        valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")
-    monkeypatch.undo()
+        valence.train(recipe(folder, tmp_path), quiet=True, command=words, callbacks=[stop])
     run = restore(tmp_path / "run", overrides=["data.train=[]"])
     run.model_writer.write(tmp_path / "out", "merged")
     card = (tmp_path / "out/README.md").read_text()
-    assert "valence train mine.yaml" in card
+    assert words in card
     assert "train.jsonl" in card
     assert re.search(r"\bstopped\b.*\b6\b", card)
 
@@ -121,33 +115,24 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     remaining: list[str],
     folder: Path,
     tmp_path: Path,
-    monkeypatch: Any,
 ) -> None:
     """Interrupted before the update, the state is that of the last step; during the update, that of
     no step.
     """
-    calls = {
-        "forward": "valence.training.step.Objective.run",
-        "update": "valence.training.optim.AdamW.step",
-    }
-    target, name = calls[where].rsplit(".", 1)
-    module, kind = target.rsplit(".", 1)
-    owner = getattr(__import__(module, fromlist=[kind]), kind)
-    original, observed = getattr(owner, name), []
 
-    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observed.append(1)
-        if len(observed) == 3 and where == "forward":
-            raise KeyboardInterrupt
-        done = original(self, *args, **kwargs)
-        if len(observed) == 3:
-            raise KeyboardInterrupt
-        return done
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(owner, name, interrupted)
+    class Interrupting(valence.Callback):
+        def on_step(self, run: Trainer) -> None:
+            if run.step == 2 and where == "forward":
+                run.policy.register_forward_pre_hook(interrupt)
+            elif run.step == 2:
+                run.state.optimizer.register_step_post_hook(interrupt)
+
     settings = recipe(folder, tmp_path)
     del settings["data"]["eval"], settings["eval"]
     with pytest.raises(KeyboardInterrupt):
-        valence.train(settings, quiet=True)
+        valence.train(settings, quiet=True, callbacks=[Interrupting()])
     assert saved(tmp_path) == remaining
     assert status(tmp_path) == "interrupted"

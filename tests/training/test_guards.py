@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +14,53 @@ import torch
 
 from tests.errors import raises_error
 from tests.training.resuming import (
+    Killed,
     Undisturbed,
     facts,
-    killed,
     records,
     resumed_steps,
     train,
+    until,
     weights,
 )
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
-from valence.training.step import Objective
+from valence.training.callbacks import Callback
 from valence.training.track import AnomalyDetector, BestMetricTracker, Budget
 from valence.training.trainer import Trainer
 
 
-def spy_on_objectives(
-    monkeypatch: pytest.MonkeyPatch,
-    before: Callable[[Objective, int, bool], None] = lambda *_: None,
-    after: Callable[[Objective, int, bool], None] = lambda *_: None,
-) -> None:
-    """Call functions before and after each pass of an objective, with the number of its training
-    steps so far, without this one, and whether it trains."""
-    run, done = Objective.run, dict[int, int]()
+@dataclass
+class NaNGradients(Callback):
+    """Makes all gradients NaN after step ``first``."""
 
-    def spied(self: Objective, *args: Any, backward: bool, **options: Any) -> Any:
-        step = done.get(id(self), 0)
-        before(self, step, backward)
-        outcome = run(self, *args, backward=backward, **options)
-        after(self, step, backward)
-        done[id(self)] = step + backward
-        return outcome
+    first: int
 
-    monkeypatch.setattr(Objective, "run", spied)
+    def on_start(self, run: Trainer) -> None:
+        for p in run.state.trained_weights.values():
+            p.register_hook(lambda grad: grad * torch.nan if run.step >= self.first else grad)
 
 
-def make_gradients_nan(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """Make all gradients NaN after step ``first``."""
+@dataclass
+class OutOfMemory(Callback):
+    """Raises an error in every phase of this name after this step, until less runs at once."""
 
-    def fill(objective: Objective, step: int, backward: bool) -> None:
-        for p in objective.policy.parameters():
-            if backward and step >= first and p.grad is not None:
-                p.grad.fill_(float("nan"))
+    step: int
+    phase: str
+    error: Exception
 
-    spy_on_objectives(monkeypatch, after=fill)
+    def on_start(self, run: Trainer) -> None:
+        limit = run.state.objective.micro_batch_tokens
+
+        def fail(*_: Any) -> None:
+            if run.step == self.step and run.state.objective.micro_batch_tokens == limit:
+                raise self.error
+
+        if self.phase == "training":
+            first, *_ = run.state.trained_weights.values()  # the last to get a gradient
+            first.register_hook(fail)
+        else:
+            run.policy.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else fail())
 
 
 def numbers(texts: list[str]) -> list[str]:
@@ -68,13 +72,10 @@ def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["max_skipped"] = 3
-    with monkeypatch.context() as patch:
-        make_gradients_nan(patch, 5)
-        with raises_error("loss-not-finite", where="step 8", fix="train.learning_rate"):
-            train(settings)
+    with raises_error("loss-not-finite", where="step 8", fix="train.learning_rate"):
+        train(settings, callbacks=[NaNGradients(5)])
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
         "step-2",
         "step-4",
@@ -88,13 +89,12 @@ def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
 
 
 def test_a_run_in_which_every_step_is_skipped_fails(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also a run with fewer steps than train.max_skipped: it has trained nothing."""
     settings["train"] |= {"max_skipped": 100}
-    make_gradients_nan(monkeypatch, 0)
     with raises_error("loss-not-finite"):
-        train(settings)
+        train(settings, callbacks=[NaNGradients(0)])
     assert facts(tmp_path / "run")["status"] == "failed"
     assert not (tmp_path / "run/model").exists()
 
@@ -102,11 +102,10 @@ def test_a_run_in_which_every_step_is_skipped_fails(
 def test_no_state_is_saved_amid_bad_steps(
     settings: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What would be saved after step 4, which was skipped, is the state after step 2."""
-    make_gradients_nan(monkeypatch, 2)
-    killed(settings, 4)
+    with pytest.raises(Killed):
+        train(settings, callbacks=[NaNGradients(2), until(4)])
     assert sum(row.get("skipped", 0) for row in records(tmp_path / "run")) > 0
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 
@@ -130,24 +129,10 @@ def test_when_memory_runs_out_half_as_much_runs_at_once(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["micro_batch_tokens"] = 200
-    passes: list[int] = []
-
-    def fail(objective: Objective, step: int, backward: bool) -> None:
-        if (
-            objective.micro_batch_tokens > 100
-            and backward is (phase == "training")
-            and len(passes) < 3
-        ):
-            passes.append(step)
-            if len(passes) == 3:
-                raise error
-
-    spy_on_objectives(monkeypatch, after=fail)
-    run, _ = train(settings)
     at = 2 if phase == "training" else 4
+    run, _ = train(settings, callbacks=[OutOfMemory(at, phase, error)])
     assert facts(tmp_path / "run")["micro_batch_tokens"] == [
         [0, "evaluation", 200],
         [at, phase, 100],
@@ -160,19 +145,15 @@ def test_when_memory_runs_out_half_as_much_runs_at_once(
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Bit for bit: the steps replayed before it run with the number that they had."""
     settings["train"]["micro_batch_tokens"] = 60
-
-    def fail(objective: Objective, step: int, backward: bool) -> None:
-        if backward and step == 5 and objective.micro_batch_tokens > 30:
-            raise MemoryError
-
-    with monkeypatch.context() as patch:
-        spy_on_objectives(patch, before=fail)
-        full, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
-        killed(settings, 6)
+    undisturbed = {**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}}
+    failure = OutOfMemory(5, "training", MemoryError())
+    full, _ = train(undisturbed, callbacks=[failure])
+    with pytest.raises(Killed):
+        train(settings, callbacks=[failure, until(6)])
     again, _ = train(settings)
     assert (
         again.state.budget.state_dict()
@@ -265,16 +246,13 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
+    limit_file_size: Callable[[int], None],
 ) -> None:
     settings["run"] |= {"save_every": 1, "max_failed_saves": 3, "keep": None}
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     def fill(_: Trainer, record: Any) -> None:
         if record["step"] == 4:
-            monkeypatch.setattr("valence.training.state_files.save_file", full)
+            limit_file_size(20_000)  # the log is smaller, and the tensors of a state are larger
 
     run = build_run(settings, quiet=True, callbacks=[fill])
     with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:
@@ -283,7 +261,7 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
     assert run.step == 6
     assert run.folder is not None
     run.folder.close()
-    monkeypatch.undo()
+    limit_file_size(-1)
     assert numbers(facts(tmp_path / "run")["warnings"]) == ["4", "5", "6"]
     again, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
-from valence.training import state_files
+from valence.training.callbacks import Callback
+from valence.training.evaluate import Evaluation
 from valence.training.open_run import restore
 from valence.training.trainer import Trainer
 
@@ -49,10 +51,14 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
 
 @pytest.mark.slow
 def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    limit_file_size: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk that was full for a moment, just when the best evaluation had been."""
     settings["run"] |= {"save_every": 2, "keep": 1, "keep_best": {}}
+    settings["eval"] = {"every": 1}
     losses = [
         9.0,
         4.0,
@@ -65,17 +71,12 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
         4.0,
         4.0,
     ]  # that of step 4 is the best, and of step 2 before
-    monkeypatch.setattr(Trainer, "_is_evaluated", lambda run, step: True)
     monkeypatch.setattr(
-        Trainer, "_evaluate_and_record", lambda run: {"eval/loss": losses[run.step]}
+        Trainer, "evaluate", lambda run, *_, **__: Evaluation({"loss": losses[run.step]}, [])
     )
-    really = state_files.save_file
-
-    def none_left(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
 
     def full(run: Trainer, record: dict[str, Any]) -> None:
-        monkeypatch.setattr(state_files, "save_file", none_left if record["step"] == 4 else really)
+        limit_file_size(20_000 if record["step"] == 4 else -1)
 
     train(settings, callbacks=[full])
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
@@ -130,19 +131,22 @@ def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
 ) -> None:
     """What comes after the last step is left then, and nothing else."""
     settings["run"]["early_stop"] = NO_BETTER
 
-    def kill(run: Trainer) -> None:
-        run.state.is_consistent = False
-        raise Killed
+    class KillAfterSave(Callback):
+        def on_save(self, run: Trainer, folder: Path) -> None:
+            def kill(*_: Any) -> None:
+                run.state.is_consistent = False
+                raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "evaluate_training_rows", kill)
-        with pytest.raises(Killed):
-            train(settings, quiet=True)
+            if run.step == 6:
+                run.policy.register_forward_pre_hook(kill)
+
+    with pytest.raises(Killed):
+        train(settings, quiet=True, callbacks=[KillAfterSave()])
     run, message = train(settings)
     assert run.step == 6
     assert "step 6 of 9" in message

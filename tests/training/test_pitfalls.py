@@ -356,15 +356,11 @@ def test_a_pass_over_rows_leaves_them_as_they_were() -> None:
     assert step == before
 
 
-def test_held_out_rows_without_partners_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_rows_without_partners_are_refused_before_training(tmp_path: Path) -> None:
     """Rows of one prompt cannot be measured by kto, and this must not be found out when the
     training is over.
     """
     same = [row | {"prompt": "the same question "} for row in rows(4)]
-    monkeypatch.setattr(
-        "valence.training.models.build_policy", lambda *_, **__: pytest.fail("a model was built")
-    )
     with raises_error("kl-pairs-missing", where="rows in memory:1"):
         train(tmp_path, rows(4), held_out=same, eval={"at_start": False})
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from valence.config.load import load_recipe
 from valence.distributed.process_group import PlannedGroup
 from valence.models.build import DTYPES
 from valence.models.memory import NCCL_BUFFERS
-from valence.training import models, plan, state_files
-from valence.training.memory import SLEEPING_SERVER
+from valence.training import state_files
+from valence.training.memory import SLEEPING_SERVER, choose_checkpointing
 from valence.training.open_run import restore
 from valence.training.plan import MARGIN, MAX_TOKENS, MIN_TOKENS, Plan, describe, make_plan
 from valence.training.prepare import prepare
@@ -79,11 +79,11 @@ def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
 
 
 def test_layers_are_recomputed_only_where_memory_requires_it(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    recipe: dict[str, Any], report_free_memory: Callable[[int], None]
 ) -> None:
     overrides = ("train.checkpointing=auto", "train.micro_batch_tokens=2048")
     assert planned(recipe, "train.checkpointing=auto").checkpointing == "off"
-    monkeypatch.setattr(plan, "free_memory", lambda _: 1)
+    report_free_memory(1)
     assert planned(recipe, *overrides).checkpointing == "off"  # with one layer it saves nothing
     deep: Any = tiny(vocab_size=len(tiny_tokenizer()), layers=4, dtype=torch.float32)
     deep.save_pretrained(recipe["model"]["name"])
@@ -92,19 +92,20 @@ def test_layers_are_recomputed_only_where_memory_requires_it(
     )
     assert plain.memory.total(2048) > full.memory.total(2048)
     enough = int(plain.memory.total(2048) / MARGIN) + 1
-    for free, expected in ((enough, plain), (enough - 100, full), (None, plain)):
-        monkeypatch.setattr(plan, "free_memory", lambda _, free=free: free)
+    for free, expected in ((enough, plain), (enough - 2048, full)):
+        report_free_memory(free)
         result = planned(recipe, *overrides)
         assert result.checkpointing == expected.checkpointing
         assert result.memory == expected.memory
         assert f"checkpointing: {expected.checkpointing} (auto" in " ".join(describe(result))
-    monkeypatch.setattr(models, "free_memory", lambda _: enough - 100)
+    prepared, shape, device = result.prepared, result.shape, result.device
+    assert choose_checkpointing(prepared, shape, device, result.split, None, 1) == "off"
     run = build_run(recipe, [*overrides, "train.max_steps=1"], rows=OBJECTS, quiet=True)
     assert run.policy.checkpointing == "full"
 
 
 def test_products_are_stored_if_they_fit_and_layers_are_not_compiled(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    recipe: dict[str, Any], report_free_memory: Callable[[int], None]
 ) -> None:
     deep: Any = tiny(vocab_size=len(tiny_tokenizer()), layers=4, dtype=torch.float32)
     deep.save_pretrained(recipe["model"]["name"])
@@ -120,9 +121,9 @@ def test_products_are_stored_if_they_fit_and_layers_are_not_compiled(
         (sizes["full"], "full"),
         (1, "full"),
     ):
-        monkeypatch.setattr(plan, "free_memory", lambda _, free=free: int(free / MARGIN) + 1)
+        report_free_memory(int(free / MARGIN) + 1)
         assert planned(recipe, *overrides).checkpointing == expected
-    monkeypatch.setattr(plan, "free_memory", lambda _: int(sizes["selective_op"] / MARGIN) + 1)
+    report_free_memory(int(sizes["selective_op"] / MARGIN) + 1)
     assert planned(recipe, *overrides[:2]).checkpointing == "full"
     result = planned(recipe, *overrides)
     assert "checkpointing: selective_op (auto" in " ".join(describe(result))
@@ -146,7 +147,7 @@ def test_stored_keys_and_buffers_of_communication_are_counted(recipe: dict[str, 
 
 
 def test_the_number_is_written_down_and_kept(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: dict[str, Any], tmp_path: Path, report_free_memory: Callable[[int], None]
 ) -> None:
     """By a resumed run and by a restored one, whatever memory is free then."""
     run = build_run(recipe, rows=OBJECTS, quiet=True)
@@ -158,7 +159,7 @@ def test_the_number_is_written_down_and_kept(
     )
     run.state.counters.step = 1
     run.save()
-    monkeypatch.setattr(plan, "free_memory", lambda _: 1)
+    report_free_memory(1)
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, rows=OBJECTS, quiet=True)
     assert again.state.budget.at(0, "training") == MIN_TOKENS
     again.load_state_dict(state_files.load(tmp_path / "run/checkpoints/step-1"))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import valence
 from tests.errors import check_error, raises_error
@@ -177,57 +178,34 @@ def test_a_step_builds_one_prefix_tree_per_loss(
     assert num_trees == {"preparation": num_losses * result.total_steps, "step": 0}
 
 
-class Steps:
-    """The ids of the examples of every optimizer step; ``before`` is called ahead of each."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ids: list[list[str]] = []
-        self.before: Callable[[], None] = lambda: None
-        step = trainer_module.optimizer_step
-
-        def recorded(a: Any, b: Any, examples: Any, *more: Any, **options: Any) -> Any:
-            self.before()
-            self.ids.append([example.id for example in examples])
-            return step(a, b, examples, *more, **options)
-
-        monkeypatch.setattr(trainer_module, "optimizer_step", recorded)
-
-
 @pytest.mark.parametrize("name", ["kto", "kto and sft", "grpo"])
 def test_a_run_killed_with_a_prepared_step_resumes_with_the_step_that_was_not_done(
     name: str,
     folder: Path,
     tmp_path: Path,
     preparations: Preparations,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps = Steps(monkeypatch)
     settings = CASES[name](folder, tmp_path)
     undisturbed = train(settings, tmp_path / "undisturbed")
-    ids, steps.ids = steps.ids, []
 
-    def kill() -> None:
+    def kill(*_: Any) -> None:
         """End the run in step 3, once step 4 is prepared. The checkpoint is of step 2."""
-        if len(steps.ids) == 2:
+        assert preparations.trainer is not None
+        if preparations.trainer.step == 2:
             deadline = time.monotonic() + 30
             while (3, True) not in [(step, thread) for step, _, thread in preparations.calls]:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+            preparations.trainer.state.is_consistent = False  # no state is saved any more
             raise Killed
 
     preparations.calls.clear()
-    steps.before = kill
-    monkeypatch.setattr("valence.training.finish._save_after_failure", lambda _: None)
-    with pytest.raises(Killed):
+    with pytest.raises(Killed), register_optimizer_step_pre_hook(kill):
         train(settings, tmp_path / "killed")
-    assert steps.ids == ids[:2]
     assert not is_running()
 
-    steps.before = lambda: None
-    steps.ids = []
     resumed = train(settings, tmp_path / "killed")
     assert resumed_steps(resumed.directory) == [2]
-    assert steps.ids == ids[2:]
     assert_same(resumed, undisturbed)
 
 
@@ -292,17 +270,15 @@ def test_an_error_surfaces_at_the_step_that_cannot_be_prepared(
 
 
 def test_an_error_of_a_step_that_is_never_run_is_none(
-    folder: Path, tmp_path: Path, preparations: Preparations, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, preparations: Preparations
 ) -> None:
     preparations.before = fail_at(3)
-    steps = Steps(monkeypatch)
 
-    def stop() -> None:
-        if len(steps.ids) == 2:
+    def stop(*_: Any) -> None:
+        if preparations.trainer is not None and preparations.trainer.step == 2:
             signal.raise_signal(signal.SIGTERM)
 
-    steps.before = stop
-    with pytest.raises(Interrupted) as info:
+    with pytest.raises(Interrupted) as info, register_optimizer_step_pre_hook(stop):
         valence.train(offline(folder, tmp_path, "kto"), quiet=True)
     assert info.value.status == 128 + signal.SIGTERM
     assert (tmp_path / "run/checkpoints/step-3").is_dir()
@@ -338,20 +314,19 @@ def test_a_step_that_runs_out_of_memory_is_prepared_again_with_the_next_one(
     folder: Path, tmp_path: Path, preparations: Preparations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In smaller micro-batches, for the same result as without prefetching."""
-    optimizer_step = trainer_module.optimizer_step
     is_ahead = True
 
-    def fail_once(objective: Any, *inputs: Any, **options: Any) -> Any:
-        assert preparations.trainer is not None
-        if preparations.trainer.step == 2 and objective.micro_batch_tokens == 80:
+    def fail_once(*_: Any) -> None:
+        run = preparations.trainer
+        assert run is not None
+        if run.step == 2 and run.state.objective.micro_batch_tokens == 80:
             while is_ahead and (3, 80, True) not in preparations.calls:
                 time.sleep(0.01)  # the thread may not have started with the next step
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return optimizer_step(objective, *inputs, **options)
 
-    monkeypatch.setattr(trainer_module, "optimizer_step", fail_once)
     settings = offline(folder, tmp_path, "dpo", train={"micro_batch_tokens": 80, "epochs": 3})
-    ahead = train(settings, tmp_path / "ahead")
+    with register_optimizer_step_pre_hook(fail_once):
+        ahead = train(settings, tmp_path / "ahead")
     assert ahead.state.budget.changes == [(0, "evaluation", 80), (2, "training", 40)]
     calls, preparations.calls = preparations.calls, []
     assert calls == [
@@ -360,7 +335,9 @@ def test_a_step_that_runs_out_of_memory_is_prepared_again_with_the_next_one(
     ]  # fmt: skip
     is_ahead = False
     without_prefetching(monkeypatch)
-    assert_same(ahead, train(settings, tmp_path / "alone"))
+    with register_optimizer_step_pre_hook(fail_once):
+        alone = train(settings, tmp_path / "alone")
+    assert_same(ahead, alone)
 
 
 def test_a_prepared_step_is_discarded_when_a_state_is_loaded(

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.training.resuming import (
     weights,
 )
 from valence.api import build_run
+from valence.training.callbacks import Callback
 from valence.training.folder import RunFolder
 from valence.training.signals import OUT_OF_TIME, Interrupted, Stop
 from valence.training.trainer import Trainer
@@ -81,13 +84,13 @@ def test_no_number_is_read_from_a_path(
 
 
 def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path, report_free_memory: Callable[[int], None]
 ) -> None:
     settings["run"]["save_every"] = 100
     killed(settings, 3)
     assert not (tmp_path / "run/checkpoints").exists()
     before = records(tmp_path / "run")
-    monkeypatch.setattr("valence.training.plan.free_memory", lambda _: 1)
+    report_free_memory(1)
     run, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [0]
     assert (
@@ -119,23 +122,31 @@ def test_a_finished_run_is_left_as_it_is(
     assert times() == files
 
 
+@dataclass
+class Terminated(Callback):
+    """Sends SIGTERM in the first forward pass after this event of this step."""
+
+    step: int
+    event: str = "on_step"
+
+    def on_step(self, run: Trainer) -> None:
+        self._wait(run, "on_step")
+
+    def on_save(self, run: Trainer, folder: Path) -> None:
+        self._wait(run, "on_save")
+
+    def _wait(self, run: Trainer, event: str) -> None:
+        if (run.step, event) == (self.step, self.event):
+            run.policy.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
 def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evaluate = Trainer.evaluate
-
-    def stopped(run: Trainer, *args: Any, **options: Any) -> Any:
-        if run.step == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return evaluate(run, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", stopped)
-        with pytest.raises(Interrupted, match="SIGTERM.*step 4 of 9") as error:
-            train(settings)
+    with pytest.raises(Interrupted, match="SIGTERM.*step 4 of 9") as error:
+        train(settings, callbacks=[Terminated(4)])
     assert error.value.status == 128 + signal.SIGTERM
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
@@ -150,21 +161,12 @@ def test_a_signal_in_the_test_evaluation_keeps_what_was_trained(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes after the last step is left to the next start."""
-    evaluate = Trainer.evaluate
-
-    def stopped(run: Trainer, rows: Any = None, *, name: str = "eval") -> Any:
-        if name == "test":
-            signal.raise_signal(signal.SIGTERM)
-        return evaluate(run, rows, name=name)
-
     settings["data"]["test"] = settings["data"]["eval"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            train(settings)
+    settings["eval"]["train_examples"] = 0
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, callbacks=[Terminated(9, "on_save")])
     assert facts(tmp_path / "run")["status"] == "interrupted"
     assert (tmp_path / "run/checkpoints/step-9").is_dir()
     assert not (tmp_path / "run/model").exists()

@@ -27,8 +27,6 @@ from tests.training.resuming import (
 )
 from tests.training.test_run import ROWS, written
 from valence.methods.learning_rates import LEARNING_RATES
-from valence.models.policy_model import PolicyModel
-from valence.training import models, plan
 from valence.training.open_run import restore
 from valence.training.track import Counters
 
@@ -403,20 +401,14 @@ def test_samples_of_removed_prompts_are_omitted_with_a_warning(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("instant_compiler")
 @pytest.mark.parametrize("lora", [{"rank": 2}, None])
 def test_compiled_layers_are_no_part_of_the_model(
-    lora: Any, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """A run of compiled layers is opened without them, and goes on without them when that is
     allowed.
     """
-    for module in (models, plan):
-        monkeypatch.setattr(module, "why_not", lambda device: None)
-
-    def compile_none(engine: PolicyModel) -> None:  # real programs take time
-        engine.compiled_layers = list(engine.causal.model.layers)
-
-    monkeypatch.setattr(models, "compile_layers", compile_none)
     settings["model"]["lora"] = lora
     settings["train"]["compile"] = "on"
     killed(settings, 4)

@@ -75,19 +75,11 @@ def test_a_model_without_router_logits_is_an_error(
 
 
 @pytest.mark.slow
-def test_layers_are_not_compiled_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from valence.training import models, plan
-
-    monkeypatch.setattr(plan, "MIN_OPERATIONS_TO_COMPILE", {"cpu": 0.0})
-    for module in (models, plan):
-        monkeypatch.setattr(module, "why_not", lambda _device: "")
-    compiled: list[Any] = []
-    monkeypatch.setattr(models, "compile_layers", compiled.append)
-    valence.train(make_recipe(tmp_path, "qwen3_moe", router_aux_loss=0.01), quiet=True)
-    assert not compiled
-    valence.train(
-        make_recipe(tmp_path, "qwen3_moe") | {"run": {"dir": str(tmp_path / "other")}}, quiet=True
-    )
-    assert compiled
+@pytest.mark.usefixtures("instant_compiler")
+def test_layers_are_not_compiled_by_default(tmp_path: Path) -> None:
+    long: dict[str, Any] = {"max_steps": 10**9}
+    for router_aux_loss in (0.01, 0.0):
+        settings = make_recipe(tmp_path, "qwen3_moe", router_aux_loss=router_aux_loss, **long)
+        run = valence.build_run(settings, quiet=True)
+        run.close()
+        assert run.policy.compiled == (router_aux_loss == 0)

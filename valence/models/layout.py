@@ -120,10 +120,16 @@ def segments_of(layout: Tensor) -> SegmentTable:
 
 
 @lru_cache(maxsize=32)
-def make_blocks(segments: SegmentTable, device: torch.device) -> tuple[Block, ...]:
+def make_blocks(
+    segments: SegmentTable,
+    device: torch.device,
+    max_scores: int = MAX_RUN_SCORES,
+    block_cost: int = BLOCK_COST,
+) -> tuple[Block, ...]:
     """Return the blocks of a table; cached for all layers of a pass."""
-    pieces = [piece for run in make_runs(segments) for piece in _split_run(run)]
-    return tuple(_make_block(bucket, device) for bucket in _bucket_runs(pieces))
+    pieces = [piece for run in make_runs(segments) for piece in _split_run(run, max_scores)]
+    buckets = _bucket_runs(pieces, 4 * max_scores, block_cost)
+    return tuple(_make_block(bucket, device) for bucket in buckets)
 
 
 @lru_cache(maxsize=256)
@@ -233,31 +239,31 @@ def _number_queries(segments: SegmentTable) -> dict[int, int]:
     return numbers
 
 
-def _split_run(run: RowRun) -> list[RowRun]:
+def _split_run(run: RowRun, max_scores: int) -> list[RowRun]:
     """Split a long run into pieces, each with the keys up to its last query."""
     pieces: list[RowRun] = []
     start = 0
     while start < len(run.queries):
         keys = run.num_prefix_keys + start + 1
-        size = MAX_RUN_SCORES // (keys + min(MAX_QUERIES, MAX_RUN_SCORES // keys))
+        size = max_scores // (keys + min(MAX_QUERIES, max_scores // keys))
         stop = min(len(run.queries), start + min(MAX_QUERIES, max(MIN_QUERIES, size)))
         pieces.append(RowRun(run.queries[start:stop], run.keys[: run.num_prefix_keys + stop]))
         start = stop
     return pieces
 
 
-def _bucket_runs(runs: Sequence[RowRun]) -> list[list[RowRun]]:
+def _bucket_runs(runs: Sequence[RowRun], max_scores: int, block_cost: int) -> list[list[RowRun]]:
     """Group runs as long as padding them to one size costs less than the calls of one more
     block.
     """
     buckets: list[tuple[int, int, list[RowRun]]] = []  # queries, keys, runs
     for run in sorted(runs, key=lambda run: (-len(run.keys), -len(run.queries))):
         n, length = len(run.queries), len(run.keys)
-        best, min_cost = None, n * length + BLOCK_COST
+        best, min_cost = None, n * length + block_cost
         for i, (max_queries, max_keys, bucket) in enumerate(buckets):
             scores = (len(bucket) + 1) * max(n, max_queries) * max_keys
             cost = scores - len(bucket) * max_queries * max_keys
-            if cost < min_cost and scores <= 4 * MAX_RUN_SCORES:
+            if cost < min_cost and scores <= max_scores:
                 best, min_cost = i, cost
         if best is None:
             buckets.append((n, length, [run]))

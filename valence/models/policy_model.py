@@ -34,6 +34,7 @@ from valence.models.divergence import Distributions, TeacherDistributions
 from valence.models.flex import BLOCK
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import (
+    MAX_COLUMNS,
     Head,
     TargetLogProb,
     choose_head_backend,
@@ -129,6 +130,8 @@ class PolicyModel(nn.Module):
     """Which decoder layers run again in the backward pass."""
     max_joint_rows = 48
     """Rows without a gradient, up to which they are computed in the same pass as the others."""
+    max_columns = MAX_COLUMNS
+    """Columns of the logits that exist at once."""
     is_sharded = False
     """Whether the weights are split over processes, which then run each forward together."""
     is_tensor_parallel = False
@@ -376,6 +379,7 @@ class PolicyModel(nn.Module):
             rounds_to_bfloat16=(self.compute or hidden.states.dtype) == torch.bfloat16,
             temperature=self.temperature,
             backend=self.requested_head_backend,
+            max_columns=self.max_columns,
         )
 
     @torch.no_grad()

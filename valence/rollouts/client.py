@@ -27,7 +27,7 @@ from valence.network import (
 CONNECT_SECONDS = 10.0
 """Time limit of connecting."""
 HEALTH_SECONDS = 5.0
-"""Time limit of the health check."""
+"""Time limit of the health check, which is never longer than that of a request."""
 POLL_SECONDS = 0.25
 """Interval of health checks, and the first pause before a retry."""
 MAX_PAUSE = 20.0
@@ -103,6 +103,7 @@ class ServerClient:
         revive: Callable[[], None] | None = None,
     ) -> None:
         self.url, self.timeout, self.health = server_root(url), timeout, health
+        self.health_seconds = min(HEALTH_SECONDS, timeout)
         self.is_lost, self.max_losses, self.revive = is_lost, max_losses, revive
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         # no keep-alive: servers close connections after an error, and the next request would fail
@@ -216,13 +217,13 @@ class ServerClient:
 
     def is_healthy(self) -> bool:
         try:
-            return self._client.get(self.health, timeout=HEALTH_SECONDS).status_code == 200
+            return self._client.get(self.health, timeout=self.health_seconds).status_code == 200
         except httpx.HTTPError:
             return False
 
     async def is_healthy_async(self, http: httpx.AsyncClient) -> bool:
         try:
-            return (await http.get(self.health, timeout=HEALTH_SECONDS)).status_code == 200
+            return (await http.get(self.health, timeout=self.health_seconds)).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -363,14 +363,21 @@ class IpcTransfer(StreamedWeightTransfer):
     name (vllm/distributed/weight_transfer/ipc_engine.py with `packed`).
 
     The buffer contains some of the weights at a time, which the server copies before it replies.
-    device: of this process.
+    device: of this process. buffer_size: see ``STAGED``.
     """
 
     backend = "ipc"
 
-    def __init__(self, timeout: float, device: torch.device, *, copies: bool = True) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        device: torch.device,
+        *,
+        copies: bool = True,
+        buffer_size: int = STAGED,
+    ) -> None:
         super().__init__(timeout, copies=copies)
-        self.device = device
+        self.device, self.buffer_size = device, buffer_size
         self.buffer: Tensor | None = None
 
     def connect(self, client: ServerClient) -> None:
@@ -380,12 +387,12 @@ class IpcTransfer(StreamedWeightTransfer):
 
     def transfer(self, client: ServerClient) -> None:
         handle = ""
-        for batch, is_last in mark_last(shards(self.weights(), STAGED, aligned=True)):
+        for batch, is_last in mark_last(shards(self.weights(), self.buffer_size, aligned=True)):
             sizes = [tensor.nbytes for _, tensor in batch]
             has_room = self.buffer is not None and self.buffer.numel() >= sum(sizes)
             if not has_room:
                 self.buffer = None  # before the larger one is allocated
-                minimum = 0 if is_last and not handle else STAGED
+                minimum = 0 if is_last and not handle else self.buffer_size
                 self.buffer = shareable_buffer(max(minimum, sum(sizes)), self.device)
             assert self.buffer is not None
             if not has_room or not handle:

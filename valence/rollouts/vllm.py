@@ -269,7 +269,8 @@ class VLLMGenerator:
         dtypes: dict[str, str] = {}
         for client in self.pool.reachable:
             try:
-                info = client.get("/server_info?config_format=json", seconds=INFO_SECONDS)
+                seconds = min(INFO_SECONDS, client.timeout)
+                info = client.get("/server_info?config_format=json", seconds=seconds)
             except (ServerLost, UserError):
                 continue
             name = str(info["vllm_config"]["model_config"]["dtype"]).removeprefix("torch.")

@@ -21,6 +21,7 @@ from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
 from valence.methods import ONLINE, method_of
 from valence.rollouts import HFGenerator
+from valence.training.trainer import Trainer
 from valence.types import Completion
 
 LOGGED = (
@@ -189,16 +190,13 @@ def test_a_run_is_scored_at_a_temperature_of_one(
     )
 
 
-def test_a_policy_whose_logits_are_not_finite_is_an_error(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def sampled(*_: Any, **__: Any) -> Any:
-        raise FloatingPointError("the model's logits are not finite")
+def test_a_policy_whose_logits_are_not_finite_is_an_error(place: Path) -> None:
+    class Break(valence.Callback):
+        def on_start(self, run: Trainer) -> None:
+            run.policy.causal.get_output_embeddings().weight.data.fill_(torch.nan)
 
-    monkeypatch.setattr(HFGenerator, "generate", sampled)
     with raises_error("sampling-failed", where="step 0", fix="train.learning_rate"):
-        train(recipe_without_eval(place))
+        train(recipe_without_eval(place), callbacks=[Break()])
 
 
 def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
@@ -427,12 +425,9 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     ({"data": {"convert": "scores_to_pairs"}}, "setting-conflict", "data.convert"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_anything_is_sampled(
-    changes: dict[str, Any], code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], code: str, where: str, place: Path
 ) -> None:
-    monkeypatch.setattr(
-        "valence.training.start.build_models",
-        lambda *_, **__: pytest.fail("the model was loaded"),
-    )
+    (place / "model/model.safetensors").unlink()
     method = changes.pop("method", "grpo")
     with raises_error(code, where=f"({where})" if code.startswith("setting") else where):
         valence.train(recipe(place, method, **changes))
@@ -453,24 +448,22 @@ def test_the_reward_decides_whether_a_method_is_online() -> None:
     ({"reward": "vader", "token_env": "X"}, "reward.0.token_env", ""),
 ])  # fmt: skip
 def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
-    reward: Any, where: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    reward: Any, where: str, fix: str, place: Path
 ) -> None:
-    monkeypatch.setattr(
-        "valence.training.start.build_models", lambda *_, **__: pytest.fail("the model was loaded")
-    )
+    (place / "model/model.safetensors").unlink()
     with pytest.raises(UserError) as info:
         valence.train(recipe(place) | {"reward": reward})
     assert info.value.code.startswith("reward-")
     check_error(info.value, info.value.code, where=where, fix=fix)
 
 
-def test_memory_that_runs_out_while_sampling_is_an_error(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: Any, **__: Any) -> Any:
+def test_memory_that_runs_out_while_sampling_is_an_error(place: Path) -> None:
+    def full(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("valence.rollouts.hf.HFGenerator.generate", full)
+    class Fill(valence.Callback):
+        def on_start(self, run: Trainer) -> None:
+            run.policy.causal.register_forward_pre_hook(full)
+
     with raises_error("out-of-memory", where="rollout.at_once: 64", fix="rollout.max_new_tokens"):
-        train(recipe(place))
+        train(recipe(place), callbacks=[Fill()])

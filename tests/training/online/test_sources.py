@@ -166,21 +166,20 @@ def test_memory_of_a_shared_gpu_is_free_before_the_server_starts_and_wakes_up(
     assert events == ["free", "barrier", "phase", *requests]
 
 
-def test_an_update_that_failed_does_not_leave_the_other_processes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_failed_does_not_leave_the_other_processes_alone(tmp_path: Path) -> None:
     """They gather all weights, so that this process does too before it asks for anything else."""
     engine = server_engine({"url": "http://127.0.0.1:1"}, tmp_path)
     events: list[str] = []
 
-    def gather(self: ServerEngine, dtype: Any) -> Iterator[tuple[str, str]]:
-        for name in "ab":
-            events.append(f"gather {name}")
-            yield name, name
+    def part(name: str) -> Any:
+        gathered = SimpleNamespace(full_tensor=lambda: events.append(f"gather {name}"))
+        return SimpleNamespace(detach=lambda: gathered)
 
     state: Any = engine._state
     state.has_split_weights = True
-    monkeypatch.setattr(ServerEngine, "_gather_weights", gather)
+    state.policy.causal = SimpleNamespace(
+        named_parameters=lambda: ((name, part(name)) for name in "ab")
+    )
     engine.generator.__dict__["weight_dtype"] = None
     with engine.phase("sampling"):
         engine._call_assistants = lambda: events.append("ask")
