@@ -12,7 +12,7 @@ from tests.command import command as valence
 from tests.command import command_error
 from tests.errors import check_error
 from tests.jobs.chat_log import chat_log, entry, write_export
-from valence import cli, completion
+from valence import completion
 from valence.data.importers.records import SKIP_REASONS
 from valence.data.importers.sources import SOURCES
 from valence.data.load import DataFile, load
@@ -28,7 +28,6 @@ LOG = (entry(1), entry(2, False), entry(3), entry(4, None), entry(5, None, bette
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 160)
     write_export(Path("log.jsonl"), *LOG)
     return tmp_path
 
