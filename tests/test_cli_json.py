@@ -101,10 +101,10 @@ def test_json_ends_with_a_mistake_or_a_stop(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("valence.training.start.train_in_folder", broken)
+    monkeypatch.setattr("torch.optim.AdamW.step", broken)
     with pytest.raises(ValueError, match="a defect"):
-        valence("train", "recipe.yaml", "--json")
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+        valence("train", "recipe.yaml", "train.epochs=4", "--json")
+    *_, line = map(json.loads, capsys.readouterr().out.splitlines())
     assert (line["status"], line["exit_status"]) == ("failed", 1)
 
 
