@@ -101,9 +101,9 @@ def test_json_ends_with_a_mistake_or_a_stop(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("torch.optim.AdamW.step", broken)
+    monkeypatch.setattr("torch.autograd.backward", broken)
     with pytest.raises(ValueError, match="a defect"):
-        valence("train", "recipe.yaml", "train.epochs=4", "--json")
+        valence("train", "recipe.yaml", "run.dir=runs/other", "--json")
     *_, line = map(json.loads, capsys.readouterr().out.splitlines())
     assert (line["status"], line["exit_status"]) == ("failed", 1)
 
