@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, command_error, place
+from tests.disk import full_disk
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
 from valence import cli, storage
@@ -252,14 +253,19 @@ def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
 
 
 def test_a_full_disk_is_a_mistake_that_loses_nothing(folder: Path) -> None:
-    Path("comparison").mkdir()
-    for name in ("prompts.jsonl", "compare.json", "report.html"):
-        part = storage.part_path(Path("comparison", name))  # a folder where the file is written
-        part.mkdir()
+    with full_disk(400):  # less than the prompts need
+        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+    assert list(Path("comparison").iterdir())
+    compare()
+    calls = Path("calls.jsonl").read_bytes()
+    for name in ("compare.json", "report.html"):
+        path = Path("comparison", name)
+        path.unlink()
+        part = storage.part_path(path)
+        part.mkdir()  # where the file is written
         command_error_of("file-not-writable", "--judge", "my_rewards:long")
         part.rmdir()
         part.write_bytes(b"the start")
-    calls = Path("calls.jsonl").read_bytes()
     assert compare()["prompts"] == 8
     assert Path("calls.jsonl").read_bytes() == calls
 
