@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.jobs.chat_log import (
 from valence.apps.feedback import import_rows
 from valence.apps.feedback.import_rows import ImportSummary, import_feedback, print_summary
 from valence.apps.feedback.import_store import ImportStore, merge_votes
-from valence.data.importers.records import Vote
+from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.options import ImportOptions
 from valence.reports.verdict import rows_needed

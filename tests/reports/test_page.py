@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from valence.reports import run_record
 from valence.reports.charts import MAX_POINTS
 from valence.reports.formatting import flatten
 from valence.reports.page import HEADLINES, report_markdown, write_page
-from valence.reports.rendering import plotly_js
 from valence.reports.run_record import RunRecord
 
 
@@ -235,14 +233,9 @@ def test_long_texts_are_cut_where_the_page_is_full_with_the_number_of_characters
     assert re.search(r"\b42,000\D+eval/step-60.json", Page(path).text)
 
 
-def test_without_plotly_the_page_explains_how_to_get_curves(run_dir, monkeypatch):
-    plotly_js.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "plotly.offline", None)
-            path = write_page(run_dir)
-    finally:
-        plotly_js.cache_clear()
+@pytest.mark.usefixtures("no_plotly")
+def test_without_plotly_the_page_explains_how_to_get_curves(run_dir):
+    path = write_page(run_dir)
     assert "pip install plotly" in Page(path).text
     assert "A short answer." in Page(path).text
     assert path.stat().st_size < 2e5
