@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -16,23 +16,30 @@ from rich.console import Console
 from tests.errors import raises_error
 from valence.reports import run_record, runs
 from valence.reports.runs import RunLine, as_json, list_runs, table
+from valence.storage import Lock
+
+nobody = nullcontext
 
 
-@dataclass(frozen=True)
-class Process:
-    alive: bool
+@contextmanager
+def somebody(folder: Path) -> Iterator[None]:
+    """This process writes to all runs of a folder."""
+    with ExitStack() as stack:
+        for path in folder.rglob("run.json"):
+            stack.enter_context(Lock(path.parent))
+        yield
 
 
-def nobody(_: Path) -> None:
-    return None
-
-
-def somebody(_: Path) -> Process:
-    return Process(alive=True)
-
-
-def dead(_: Path) -> Process:
-    return Process(alive=False)
+@contextmanager
+def dead(folder: Path) -> Iterator[None]:
+    """The process that wrote to a run was killed."""
+    if (child := os.fork()) == 0:
+        try:
+            Lock(folder).take()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    yield
 
 
 def a_run(
@@ -58,7 +65,7 @@ def steps(*seconds: float, first: int = 1, every: int = 1, **other: Any) -> list
 
 
 def listed(folder: Path, holder: Any = nobody) -> list[RunLine]:
-    with patch.object(runs, "holder", holder):
+    with holder(folder):
         return list_runs(folder)
 
 
@@ -108,13 +115,6 @@ def test_runs_are_found_newest_first_and_not_below_runs_links_or_hidden_folders(
 def test_states(tmp_path: Path, status: str, holder: Any, state: str) -> None:
     line = only(a_run(tmp_path / "run", status=status), holder)
     assert (line.state, line.problem) == (state, None)
-
-
-def test_the_holder_is_asked_for_the_folder_of_the_run(tmp_path: Path) -> None:
-    requests: list[Path] = []
-    a_run(tmp_path / "run", status="running")
-    listed(tmp_path, lambda path: requests.append(path))
-    assert requests == [tmp_path / "run"]
 
 
 def test_the_state_of_a_running_run(tmp_path: Path) -> None:
