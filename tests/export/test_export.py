@@ -34,6 +34,8 @@ from valence.data.template import ChatTemplate
 from valence.storage import lock_file
 from valence.types import Message
 
+pytestmark = pytest.mark.usefixtures("no_llama_cpp")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,13 +43,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     train_place(folder, "llama", byte_level("gpt-2"), "model.lora.rank=2")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No llama.cpp is installed."""
-    monkeypatch.delenv(llama_cpp.SETTING, raising=False)
-    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
 
 
 def test_merged_weights_and_adapter_are_verified_with_transformers(
