@@ -76,7 +76,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def each_forward(hook: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def hooked_forward(hook: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Call ``hook`` in each forward pass of ``trainer()`` with its tokens [rows, length] and its
     logits [rows, 1, vocabulary], which it may change.
     """

@@ -20,8 +20,8 @@ from tests.serving.kit import (
     SAMPLING,
     TOKENS,
     Served,
-    each_forward,
     events,
+    hooked_forward,
     open_trainer,
     rows,
     run,
@@ -646,7 +646,7 @@ def test_defects_are_logged_and_told_in_plain_words(
         raise error
 
     body = {"messages": HELLO} | ({"stream": stream} if path.startswith("/v1") else {})
-    with each_forward(fail):
+    with hooked_forward(fail):
         response = served.post(path, body)
     is_stream = stream or path == "/api/answer"
     shown = events(response)[-1]["error"] if is_stream else error_of(response)

@@ -20,7 +20,7 @@ from tests.errors import raises_error
 from tests.serving.kit import (
     HELLO,
     SAMPLING,
-    each_forward,
+    hooked_forward,
     parts_of,
     run,
     save_model,
@@ -123,7 +123,7 @@ def test_sampling_ends_soon_after_the_caller_leaves(model: ChatModel) -> None:
         answer = await model.answer(prompt, SAMPLING)
         assert answer.completion.tokens
 
-    with each_forward(lambda tokens, _: sizes.append(len(tokens))):
+    with hooked_forward(lambda tokens, _: sizes.append(len(tokens))):
         run(leave())
     assert sum(sizes) < 100
 
@@ -243,7 +243,7 @@ def test_at_most_max_batch_completions_are_sampled_at_once() -> None:
     async def together() -> None:
         await asyncio.gather(*map(answer, range(7)))
 
-    with each_forward(lambda tokens, _: sizes.append(len(tokens))):
+    with hooked_forward(lambda tokens, _: sizes.append(len(tokens))):
         run(together())
     model.close()
     assert max(sizes) == 3
@@ -293,7 +293,7 @@ def test_a_prompt_that_fails_leaves_the_other_requests(model: ChatModel) -> None
         assert len((await answer).completion.tokens) == 200
         assert model.num_requests == 0
 
-    with each_forward(fail):
+    with hooked_forward(fail):
         run(work())
 
 
@@ -314,7 +314,7 @@ def test_an_answer_that_cannot_be_sampled_leaves_the_others(
         assert len((await answer).completion.tokens) == 200
         assert model.num_requests == 0
 
-    with each_forward(spoil):
+    with hooked_forward(spoil):
         run(work())
 
 
@@ -393,7 +393,7 @@ def test_weights_that_are_not_finite_are_an_error(model: ChatModel) -> None:
     def spoil(_: Tensor, logits: Tensor) -> None:
         logits.fill_(math.nan)
 
-    with each_forward(spoil), raises_error("sampling-failed"):
+    with hooked_forward(spoil), raises_error("sampling-failed"):
         run(parts_of(model))
     assert run(parts_of(model))[1].completion.tokens  # the model still answers
 
