@@ -82,5 +82,4 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, rows and a recipe, which is the current one."""
     write_place(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 160)
     return tmp_path

@@ -34,8 +34,9 @@ from hypothesis import settings
 from tests.durations import function_of, long_tests
 
 # What commands print does not depend on the terminal of whoever runs the tests.
-for variable in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"):
+for variable in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "LINES"):
     os.environ.pop(variable, None)
+os.environ["COLUMNS"] = "160"
 
 # Triton reads this when it is imported. Its interpreter then runs the kernels on a CPU.
 if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -25,7 +26,7 @@ from valence.cli.common import NOTHING_STARTED
 from valence.methods import METHODS, ONLINE, WITHOUT_REWARD
 from valence.reports.run_record import RunRecord
 from valence.reports.verdict import held_out_verdict, outputs, run_verdict
-from valence.training import plan
+from valence.training.plan import crowding
 from valence.types import plural
 
 __all__ = ["place"]
@@ -34,11 +35,11 @@ __all__ = ["place"]
 def test_train_then_evaluate_sample_and_export(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "usable_cores", lambda: 0)  # which training warns of
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")  # which training warns of
     assert valence("train", "recipe.yaml", "train.epochs=2") == 0
     shown = capsys.readouterr().out
     assert "reference cache" not in shown  # its facts are in run.json
-    for expected in ("--nproc 0", "data.train", "4/4", "run.samples.prompts"):
+    for expected in ("at most --nproc", "data.train", "4/4", "run.samples.prompts"):
         assert expected in shown
     for file in ("model", "metrics.jsonl", "report.html"):
         assert f"runs/first/{file}" in shown
@@ -289,15 +290,15 @@ def test_check_warns_of_more_processes_than_cores(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan, "usable_cores", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert valence("check", "recipe.yaml", "--nproc", "3") == 0
-    warning = plan.crowding(3)
+    warning = crowding(3)
     assert bool(warning) == warns
     advice = f"--nproc {cores}"
     assert (advice in capsys.readouterr().out) == (advice in warning) == warns
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # 3 processes on two hosts
-    assert not plan.crowding(3)
+    assert not crowding(3)
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -577,17 +578,14 @@ def test_an_option_out_of_range_is_a_usage_error(capsys: pytest.CaptureFixture[s
 
 
 def test_a_second_run_in_the_same_folder_needs_a_word(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert valence("train", "recipe.yaml", "--quiet") == 0
     assert capsys.readouterr().out == ""
     log = (place / "runs/first/metrics.jsonl").read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "valence.training.start.build_models",
-            lambda *_, **__: pytest.fail("a model is loaded for nothing"),
-        )
-        assert valence("train", "recipe.yaml") == 0
+    weights = (place / "model/model.safetensors").rename("weights")  # they are not loaded again
+    assert valence("train", "recipe.yaml") == 0
+    weights.rename(place / "model/model.safetensors")
     shown = capsys.readouterr().out
     assert "--fresh" in shown
     assert "runs/first/model" in shown
@@ -656,35 +654,33 @@ def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     assert (place / "runs/first/report.html").is_file()
 
 
-def test_an_interrupt_before_the_first_phase_is_reported(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stopped() -> None:
-        raise KeyboardInterrupt
-
-    # as while torch is imported
-    monkeypatch.setattr("valence.distributed.process_group.start", stopped)
-    assert valence("train", "recipe.yaml") == 130
-    assert NOTHING_STARTED in capsys.readouterr().out
+def test_an_interrupt_before_the_first_phase_is_reported(place: Path) -> None:
+    """While torch is imported, in whose place a module of the current folder is."""
+    (place / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    words = [sys.executable, "-m", "valence", "train", "recipe.yaml"]
+    result = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
+    assert result.returncode == 130, result.stderr
+    assert NOTHING_STARTED in result.stdout
     assert not (place / "runs").exists()
 
 
 @pytest.mark.parametrize(("options", "shown"), [([], 0), (["default"], 3)])
 def test_deprecations_of_libraries_are_shown_only_on_request(
-    options: list[str], shown: int, monkeypatch: pytest.MonkeyPatch
+    options: list[str], shown: int, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     categories = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-
-    def list_runs(*_: object) -> list[object]:
-        for category in (*categories, UserWarning):
-            warnings.warn("something", category, stacklevel=1)
-        return []
-
-    monkeypatch.setattr("valence.reports.runs.list_runs", list_runs)
+    (place / "warner.py").write_text(
+        "import warnings\n"
+        "def read(paths, options):\n"
+        f"    for category in ({', '.join(c.__name__ for c in categories)}, UserWarning):\n"
+        "        warnings.warn('something', category)\n"
+        "    return []\n"
+    )
+    monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(sys, "warnoptions", options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert valence("report") == 0
+        command_error("import", "warner:read", "rows.jsonl")
     assert len([item for item in caught if item.category in categories]) == shown
     assert len([item for item in caught if item.category is UserWarning]) == 1
 
@@ -698,12 +694,12 @@ def test_deprecations_of_libraries_are_shown_only_on_request(
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
 )
+@pytest.mark.usefixtures("place")
 def test_a_lack_of_memory_is_no_bug(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("valence.data.load.load", fail)
-    monkeypatch.setattr("valence.config.load.load_recipe", fail)
+    monkeypatch.setattr("ruamel.yaml.YAML.compose", fail)
     check_error(command_error("check", "recipe.yaml"), "out-of-memory", fix="ulimit")
 
 

@@ -25,7 +25,7 @@ from tests.serving.kit import events, rows, save_model, saved_model
 from valence import cli
 from valence.apps.serve.app import DEFECT
 from valence.apps.serve.feedback import FeedbackStore
-from valence.cli import collect, common
+from valence.cli import collect
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda item: None if item == name else item)
+    monkeypatch.setitem(sys.modules, name, None)
     error = command_error("collect", "model")
     check_error(error, "library-missing", where="collect", fix="valence-align[serve]")
     assert name in error.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from tests.command import command as valence
 from tests.command import command_error
 from tests.errors import check_error
 from tests.jobs.chat_log import chat_log, entry, write_export
-from valence import cli, completion
-from valence.data.importers.records import SKIP_REASONS
+from valence import completion
+from valence.data.importers.records import SKIP_REASONS, ReadOptions
 from valence.data.importers.sources import SOURCES
 from valence.data.load import DataFile, load
 from valence.types import Chat
@@ -28,7 +29,6 @@ LOG = (entry(1), entry(2, False), entry(3), entry(4, None), entry(5, None, bette
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 160)
     write_export(Path("log.jsonl"), *LOG)
     return tmp_path
 
@@ -85,27 +85,21 @@ def test_json_reports_why_nothing_was_imported(capsys: pytest.CaptureFixture[str
     assert (result["status"], result["code"]) == ("failed", "nothing-imported")
 
 
-def test_options_reach_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    from valence.apps.feedback import import_rows
-
-    requests: list[object] = []
-
-    def read_votes(name: str, files: list[str], options: object) -> object:
-        requests.append((name, files, options))
-        return iter(())
-
-    monkeypatch.setattr(import_rows, "read_votes", read_votes)
+def test_options_reach_the_reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(place)
+    for name in ("one", "two"):
+        (place / name).touch()
+    (place / "recorder.py").write_text(
+        "requests = []\ndef read(*request):\n    requests.append(request)\n    return []\n"
+    )
     words = (
         "--prompt a.b --completion c --left l --right r --correction d --label v "
         "--score-name x --score-name y --category good=up --category so=so=down "
         "--include-machine --keep-reasoning --unlabelled"
     )
-    command_error("import", "chat-log", "one", "two", *words.split())
-    from valence.data.importers.records import ReadOptions
-
-    assert requests == [
+    command_error("import", "recorder:read", "one", "two", *words.split())
+    assert import_module("recorder").requests == [
         (
-            "chat_log",
             ["one", "two"],
             ReadOptions(
                 paths={

@@ -8,14 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.arch.source import ROOT
 from tests.command import command as valence
 from tests.command import place
-from valence.cli.stream import EventStream
 
 __all__ = ["place"]
 
@@ -71,15 +73,15 @@ def test_json_ends_with_a_mistake_or_a_stop(
     assert line["code"] == "setting-unknown"
     assert "train.sed" in line["error"]
     assert "train.sed" in shown.err
-    log = EventStream.log
+    backward, calls = torch.autograd.backward, count(1)
 
-    def stopped(stream: EventStream, record: dict[str, float]) -> None:
-        log(stream, record)
-        if record["step"] == 3:
+    def stopped(*arguments: Any, **options: Any) -> None:
+        backward(*arguments, **options)
+        if next(calls) == 3:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(EventStream, "log", stopped)
+        patched.setattr("torch.autograd.backward", stopped)
         assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (last["status"], last["exit_status"], last["run"], last["model"]) == (
@@ -101,10 +103,10 @@ def test_json_ends_with_a_mistake_or_a_stop(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("valence.training.start.train_in_folder", broken)
+    monkeypatch.setattr("torch.autograd.backward", broken)
     with pytest.raises(ValueError, match="a defect"):
-        valence("train", "recipe.yaml", "--json")
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+        valence("train", "recipe.yaml", "run.dir=runs/other", "--json")
+    *_, line = map(json.loads, capsys.readouterr().out.splitlines())
     assert (line["status"], line["exit_status"]) == ("failed", 1)
 
 

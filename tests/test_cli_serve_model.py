@@ -27,7 +27,6 @@ from tests.errors import check_error
 from tests.programs import Program
 from tests.serving.kit import rows, save_model, saved_model
 from valence.apps.serve.experiment import Experiment, ServedRun
-from valence.cli import common
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG = {**HELLO, "max_tokens": 200, "temperature": 0}
@@ -60,7 +59,7 @@ finally:
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
 def test_a_library_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda item: None if item == name else item)
+    monkeypatch.setitem(sys.modules, name, None)
     error = command_error("serve", "model")
     check_error(error, "library-missing", where="serve", fix="valence-align[serve]")
     assert name in error.message

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.command import command, command_error
+from tests.disk import full_disk
 from tests.errors import check_error
 
 
@@ -103,12 +106,9 @@ def test_what_is_no_run_is_refused(place: Path, words: tuple[str, ...], code: st
     assert not (place / "comparison.html").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("valence.storage.write_part", refused)
+def test_a_folder_that_cannot_be_written_to_is_named() -> None:
     for words, where in ((("runs/first",), "runs/first"), (("runs",), "comparison.html")):
-        error = command_error("report", *words)
+        with full_disk():
+            error = command_error("report", *words)
         check_error(error, "file-not-writable", where=where)
-        assert "Permission denied" in error.message
+        assert os.strerror(errno.EFBIG) in error.message

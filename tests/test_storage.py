@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.disk import full_disk
 from tests.errors import raises_error
 from valence import storage
 from valence.apps.feedback.import_store import ImportStore
@@ -357,21 +358,14 @@ def fill_quietly(lines: Lines, folder: Path) -> list[int]:
 
 
 @all_stores
-def test_a_full_disk_loses_no_item(
-    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(file: Any, content: bytes) -> None:
-        file.write(content[: len(content) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_full_disk_loses_no_item(lines: Lines, tmp_path: Path) -> None:
     fill(lines, tmp_path, 0)
-    with lines.open(tmp_path) as store, monkeypatch.context() as patch:
-        patch.setattr(storage, "write_all", full)
-        with warnings.catch_warnings(record=True), suppress(UserError):
+    size = path_of(lines, tmp_path).stat().st_size
+    with lines.open(tmp_path) as store:
+        with warnings.catch_warnings(record=True), suppress(UserError), full_disk(size + 5):
             lines.add(store, 1)
-        patch.undo()
         if isinstance(store, ScoreCache):  # scores that could not be written stay in memory
-            assert "No space left" in store.trouble
+            assert os.strerror(errno.EFBIG) in store.trouble
         elif not isinstance(store, JsonlSink):
             lines.add(store, 1)
         lines.add(store, 2)

@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.tiny import CHATML, LAST_UNSTRIPPED, tiny_tokenizer
 from valence.data import column_files, example_store, tokenize
 from valence.data.audit import audit
 from valence.data.encode import Encoder
-from valence.data.encoded_set import EncodedSet
+from valence.data.encoded_set import EncodedChunk, EncodedSet
 from valence.data.example_store import ExamplesById, ExampleStore
 from valence.data.load import DataFile, InMemory, Loaded, load
 from valence.types import Chat, Demonstration, Example, Judgement, Origin
@@ -90,6 +90,11 @@ def fail_if_called(*_: Any) -> Any:
     raise AssertionError("rows were tokenized")
 
 
+class RefusingEncoder(Encoder):
+    def encode_chunk(self, *_: Any) -> EncodedChunk:
+        return fail_if_called()
+
+
 def start(function: Callable[[], object]) -> BaseProcess:
     """Run a function in a forked process."""
     process = FORK.Process(target=function)
@@ -108,12 +113,11 @@ def test_processes_and_the_cache_change_no_row(
     loaded, encoder, expected = load_rows(), make_encoder(), encode_rows()
     assert len(expected.unusable) > 30 < len(expected.units)
     progress: list[tuple[int, int]] = []
-    monkeypatch.setattr(tokenize, "_num_processes", lambda is_alone: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     first = tokenize.tokenize(encoder, loaded.examples, lambda *counts: progress.append(counts))
     assert progress[-1] == (len(ROWS), expected.units.num_unique_tokens.sum())
     assert progress == sorted(progress)
-    monkeypatch.setattr(tokenize, "_chunks", fail_if_called)
-    second = tokenize_rows(load_rows(), make_encoder())
+    second = tokenize_rows(load_rows(), RefusingEncoder(tiny_tokenizer(CHATML), max_length=100))
     for result in (first, second):
         assert result == expected
         assert repr(list(result.units)) == repr(list(expected.units))
@@ -258,30 +262,26 @@ def test_the_cache_is_optional(
 
 
 def test_a_killed_worker_is_replaced_by_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent, encode_chunk = os.getpid(), tokenize._encode_chunk
+    parent = os.getpid()
 
-    def encode_or_die(encoder: Encoder, examples: ExampleStore, start: int) -> Any:
-        if start > 30 and os.getpid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return encode_chunk(encoder, examples, start)
+    class DyingEncoder(Encoder):
+        def encode_chunk(self, examples: Any, sources: Any = None) -> EncodedChunk:
+            if examples[0].origin.line > 30 and os.getpid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().encode_chunk(examples, sources)
 
-    monkeypatch.setattr(tokenize, "_num_processes", lambda is_alone: 2)
-    monkeypatch.setattr(tokenize, "_encode_chunk", encode_or_die)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    encoder = DyingEncoder(tiny_tokenizer(CHATML), max_length=100)
     with pytest.warns(UserWarning, match="one process"):
-        assert tokenize_rows(load_rows(), make_encoder()) == encode_rows()
+        assert tokenize_rows(load_rows(), encoder) == encode_rows()
 
 
 def tokenize_until_killed() -> None:
-    chunks = tokenize._chunks
+    def progress(num_examples: int, _: int) -> None:
+        if num_examples > 80:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def killed_chunks(*arguments: Any) -> Iterator[Any]:
-        for number, chunk in enumerate(chunks(*arguments)):
-            if number == 12:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield chunk
-
-    tokenize._chunks = killed_chunks
-    tokenize_rows(load_rows(), make_encoder())
+    tokenize.tokenize(make_encoder(), load_rows().examples, progress)
 
 
 def test_a_killed_process_leaves_no_entry(cache: Path) -> None:
@@ -336,15 +336,14 @@ def test_processes_that_share_the_cache_tokenize_once(cache: Path, tmp_path: Pat
     barrier = FORK.Barrier(2)
 
     def tokenize_and_compare(name: str) -> None:
-        chunks = tokenize._chunks
+        class RecordingEncoder(Encoder):
+            def encode_chunk(self, *arguments: Any) -> EncodedChunk:
+                (tmp_path / name).write_text("tokenized")
+                return super().encode_chunk(*arguments)
 
-        def recorded_chunks(*arguments: Any) -> Iterator[Any]:
-            (tmp_path / name).write_text("tokenized")
-            yield from chunks(*arguments)
-
-        tokenize._chunks = recorded_chunks
+        encoder = RecordingEncoder(tiny_tokenizer(CHATML), max_length=100)
         barrier.wait(60)
-        assert tokenize_rows(load_rows(), make_encoder()) == expected
+        assert tokenize_rows(load_rows(), encoder) == expected
 
     processes = [start(partial(tokenize_and_compare, name)) for name in ("a", "b")]
     assert [exit_code(process) for process in processes] == [0, 0]

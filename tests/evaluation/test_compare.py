@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, command_error, place
+from tests.disk import full_disk
 from tests.evaluation.judge_server import JudgeServer, always_first, judge_server, longer
 from tests.programs import Program
 from valence import cli, storage
@@ -23,7 +23,6 @@ from valence.cli import GATE_FAILED
 from valence.evaluation.summary import JudgeSummary, Position, Rates
 from valence.evaluation.win_rate import Estimate
 from valence.jobs import sample_rows
-from valence.training import open_run as runs
 
 __all__ = ["place"]
 
@@ -125,23 +124,19 @@ def test_the_same_command_again_answers_and_judges_nothing(folder: Path) -> None
 
 
 def test_with_all_answers_no_model_is_loaded_unless_its_files_have_changed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = compare()
-    opened: list[str] = []
-
-    def open_run(target: str, *words: Any, **options: Any) -> Any:
-        opened.append(target)
-        return runs.open_run(target, *words, **options)
-
-    monkeypatch.setattr(sample_rows, "open_run", open_run)
+    capsys.readouterr()
     assert compare() == first
     assert compare(judge="my_rewards:alike")["judges"][0]["ties"] == 8
-    assert opened == []
+    assert "loading" not in capsys.readouterr().out
     path = Path("other/model.safetensors")
     path.write_bytes(path.read_bytes())  # the same weights in a file that was written again
     assert compare() == first
-    assert opened == ["other"]
+    printed = capsys.readouterr().out
+    assert "loading other" in printed
+    assert "loading model" not in printed
     path.write_bytes(Path("model/model.safetensors").read_bytes())
     error = command_error("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long")
     assert error.code == "output-settings-differ"
@@ -151,7 +146,7 @@ def test_with_all_answers_no_model_is_loaded_unless_its_files_have_changed(
     assert error.code == "output-line-damaged"
 
 
-def test_a_moved_folder_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_folder_is_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = compare()
     calls = Path("calls.jsonl").read_bytes()
     Path("elsewhere").mkdir()
@@ -159,12 +154,13 @@ def test_a_moved_folder_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "comparison/" not in page
     assert str(folder) not in page
     Path("comparison").rename("elsewhere/moved")
-    monkeypatch.setattr(sample_rows, "open_run", lambda *_, **__: pytest.fail("a model is loaded"))
+    capsys.readouterr()
     for out in ("elsewhere/moved", str(folder / "elsewhere/moved")):
         words = ("compare", "model", "other", *SAMPLING, "--judge", "my_rewards:long", "--out", out)
         assert command(*words) == 0
         moved = json.loads(Path(out, "compare.json").read_text())
         assert {**moved, "folder": ""} == {**first, "folder": ""}
+    assert "loading" not in capsys.readouterr().out
     assert Path("calls.jsonl").read_bytes() == calls
 
 
@@ -256,28 +252,20 @@ def test_a_column_of_tags_that_no_prompt_has_is_a_mistake(folder: Path) -> None:
     assert compare("--tag", "number")["judges"][0]["tags"].keys() == {*map(str, range(8))}
 
 
-def test_a_full_disk_is_a_mistake_that_loses_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_part = storage.write_part
-
-    def fill_disk(name: str) -> None:
-        def write(target: Path, content: str, root: Path | None = None) -> None:
-            if name not in target.name:
-                write_part(target, content, root)
-                return
-            storage.part_path(target).write_bytes(content.encode()[:10])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as full:
-            full.setattr(storage, "write_part", write)
-            command_error_of("file-not-writable", "--judge", "my_rewards:long")
-
-    fill_disk("prompts.jsonl")
-    assert list(Path("comparison").iterdir())
-    for name in ("compare.json", "report.html"):
-        fill_disk(name)
+def test_a_full_disk_is_a_mistake_that_loses_nothing(folder: Path) -> None:
+    with full_disk(400):  # less than the prompts need
+        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+    storage.part_path(Path("comparison/prompts.jsonl")).write_bytes(b"the start")
+    compare()
     calls = Path("calls.jsonl").read_bytes()
+    for name in ("compare.json", "report.html"):
+        path = Path("comparison", name)
+        path.unlink()
+        part = storage.part_path(path)
+        part.mkdir()  # where the file is written
+        command_error_of("file-not-writable", "--judge", "my_rewards:long")
+        part.rmdir()
+        part.write_bytes(b"the start")
     assert compare()["prompts"] == 8
     assert Path("calls.jsonl").read_bytes() == calls
 

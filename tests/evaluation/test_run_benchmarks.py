@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -383,7 +384,7 @@ def test_tasks_may_be_files_and_have_wildcards(folder: Path) -> None:
 
 
 def test_a_missing_library_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_benchmarks, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     error = mistake()
     check_error(error, "library-missing", where="--lm-eval-tasks", fix="valence-align[lm-eval]")
     assert not Path("benchmarks").exists()

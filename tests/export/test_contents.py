@@ -23,11 +23,11 @@ from tests.export.kit import (
     train_place,
 )
 from tests.tiny import BOS
-from valence.apps.export import llama_cpp
 from valence.apps.export.contents import gguf_differences
 from valence.apps.export.llama_cpp import PACKAGE, LlamaCpp, quantize
 
 gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("no_llama_cpp")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -52,13 +52,6 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "gemma2": ("gemma2", sentencepiece, {"tie_word_embeddings": True}),
     "gemma3": ("gemma3", sentencepiece, {"tie_word_embeddings": True}),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No llama.cpp is installed: contents are compared without it."""
-    monkeypatch.delenv(llama_cpp.SETTING, raising=False)
-    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
 
 
 def _codes(file: dict[str, Any]) -> set[str]:

@@ -12,9 +12,10 @@ import pytest
 from huggingface_hub import HfApi
 from safetensors.numpy import load_file, save_file
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.command import command, command_error
+from tests.disk import full_disk
 from tests.errors import check_error, raises_error
 from tests.export.kit import byte_level, export_files, sentencepiece, train_place
 from tests.tiny import BOS, CHATML, INST, NO_END, tiny_tokenizer
@@ -33,6 +34,8 @@ from valence.data.template import ChatTemplate
 from valence.storage import lock_file
 from valence.types import Message
 
+pytestmark = pytest.mark.usefixtures("no_llama_cpp")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,13 +43,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     train_place(folder, "llama", byte_level("gpt-2"), "model.lora.rank=2")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No llama.cpp is installed."""
-    monkeypatch.delenv(llama_cpp.SETTING, raising=False)
-    monkeypatch.setattr(llama_cpp.shutil, "which", lambda name: None)
 
 
 def test_merged_weights_and_adapter_are_verified_with_transformers(
@@ -288,15 +284,10 @@ def test_unicode_normalization_is_accepted(step: Any) -> None:
     assert tokenizer_fields(tokenizer, len(tokenizer)).pre == "qwen2"
 
 
-def test_a_killed_export_leaves_no_folder(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*words: Any, **settings: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(artifacts, "write_gguf", fail)
-    words = ("export", str(place / "run"), str(tmp_path / "out"), "--gguf", "f16")
-    check_error(command_error(*words), "file-not-writable")
+def test_a_killed_export_leaves_no_folder(place: Path, tmp_path: Path) -> None:
+    words = ("export", str(place / "run"), str(tmp_path / "out"), "--gguf", "f32")
+    with full_disk((place / "model/model.safetensors").stat().st_size + 1000):
+        check_error(command_error(*words), "file-not-writable")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -397,12 +388,16 @@ def killed_export(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     out, lock = tmp_path / "out", tmp_path / ".out.lock"
     left = bytearray()
 
-    def kill(*_: Any) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+
+    def kill(path: Any, *options: Any, **settings: Any) -> Any:
+        if path != out:
+            return load(path, *options, **settings)
         left.extend(lock.read_bytes())
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(export_command, "_verify", kill)
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", kill)
         with pytest.raises(Killed):
             command("export", str(place / "run"), str(out))
     lock.write_bytes(left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from tests.real.conftest import smollm2
 from tests.rollouts.test_vllm_starting import python as stand_in
 from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.tiny import BOS
-from valence.apps.export import vllm
 from valence.apps.export.probes import log_softmax
 from valence.apps.export.vllm import MAX_LOGPROBS, complete_distribution
 from valence.rollouts.servers import PYTHON
@@ -178,7 +178,7 @@ def test_smollm2_answers_in_vllm_as_in_its_run(
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON, raising=False)
-    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
 
 
 @pytest.mark.usefixtures("no_vllm")

@@ -12,10 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,27 +22,26 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.arch.source import ROOT
+from tests.data.importers.test_fastchat import LEFT, RIGHT, logged_battle, single
+from tests.data.importers.test_pull import Mock, mock, score, serve_langfuse
 from tests.errors import raises_error
 from tests.jobs.chat_log import (
     NAME,
     chat_log,
     entry,
     install_until_undone,
-    read,
     write_export,
 )
-from valence import storage
-from valence.apps.feedback import import_rows, import_store
+from valence.apps.feedback import import_rows
 from valence.apps.feedback.import_rows import ImportSummary, import_feedback, print_summary
 from valence.apps.feedback.import_store import ImportStore, merge_votes
-from valence.data.importers import sources
 from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.data.kind_names import METHOD_FOR, WORDS
 from valence.options import ImportOptions
 from valence.reports.verdict import rows_needed
 from valence.types import Origin
 
-__all__ = ["chat_log"]
+__all__ = ["chat_log", "mock"]
 
 pytestmark = pytest.mark.usefixtures("chat_log")
 
@@ -132,14 +129,16 @@ def test_thumbs_of_one_kind_have_nothing_to_compare_with(is_up: bool) -> None:
     assert "all thumbs are" in shown
 
 
-def test_where_pairs_are_the_main_kind_thumbs_have_a_file_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = sources.FeedbackSource(module=NAME, description="", files="", main="pairs")
-    monkeypatch.setitem(sources.SOURCES, NAME, source)
-    do_import(*EVERY_KIND)
-    assert [row["chosen"] for row in rows(OUT)] == ["other 4", "better 5"]
-    assert [row["label"] for row in rows("feedback.thumbs.jsonl")] == [True, False]
+def import_fastchat() -> ImportSummary:
+    """Import a thumb and a pair from FastChat, most of whose rows are pairs."""
+    file = write_export(Path("fastchat.jsonl"), single(), logged_battle("rightvote", LEFT, RIGHT))
+    return import_feedback("fastchat", [file], ImportOptions(out=OUT))
+
+
+def test_where_pairs_are_the_main_kind_thumbs_have_a_file_of_their_own() -> None:
+    import_fastchat()
+    assert [row["chosen"] for row in rows(OUT)] == ["Yo"]
+    assert [row["label"] for row in rows("feedback.thumbs.jsonl")] == [True]
     assert not Path("feedback.pairs.jsonl").exists()
 
 
@@ -561,35 +560,33 @@ def test_a_tool_without_a_server_has_no_url() -> None:
 
 
 def test_a_server_is_asked_for_votes_from_since_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mock: Mock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requests: list[object] = []
-
-    def pull(
-        name: str,
-        url: str,
-        options: ReadOptions,
-        since: float,
-        *,
-        token_env: str | None,
-        progress: Callable[[int], None],
-    ) -> Iterator[Vote | Skipped]:
-        requests.append((name, url, since, token_env))
-        progress(5)
-        yield replace(a_vote("a", 7.0, "person", "answer", True), source=name)
-        yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
-
-    monkeypatch.setattr("valence.data.importers.pull.pull", pull)
     monkeypatch.setattr(import_rows, "EVERY", 0.0)
-    url = "https://host"
+    monkeypatch.setenv("KEY", "public:secret")
+    new = {"updatedAt": "2026-05-02T12:00:00.000Z"}
+    lost = score(3, traceId=None, sessionId="c1", **new)
+    serve_langfuse(mock, [score(1, userId="person"), score(2, **new), lost])
     for since in (None, "last"):
         summary = import_feedback(
-            "langfuse", [], ImportOptions(out=OUT, url=url, token_env="KEY", since=since)
+            "langfuse", [], ImportOptions(out=OUT, url=mock.url, token_env="KEY", since=since)
         )
-        assert summary.skipped["no_vote"].place == "https://host/path:1"
-    assert requests == [("langfuse", url, 0.0, "KEY"), ("langfuse", url, 7.0, "KEY")]
-    assert "5 " in capsys.readouterr().out
+        assert summary.skipped["no_conversation"].place.startswith(f"{mock.url}:")
+    traces = [path[-1] for path in mock.paths() if "traces" in path]
+    assert sorted(traces) == ["1", "2", "2"]
+    assert "3 votes read" in capsys.readouterr().out
     assert b"person" not in b"".join(contents().values())
+
+
+def read_from_url(_: list[str], __: ReadOptions) -> Iterator[Vote | Skipped]:
+    yield a_vote("a", 7.0, "person", "answer", True)
+    yield Skipped("no_vote", Origin("https://user:key@host/path?key=1", 1))
+
+
+def test_the_summary_has_no_credentials_of_a_url() -> None:
+    file = write_export(Path("log.jsonl"))
+    summary = import_feedback(f"{__name__}:read_from_url", [file], ImportOptions(out=OUT))
+    assert summary.skipped["no_vote"].place == "https://host/path:1"
 
 
 def test_outputs_are_not_inputs() -> None:
@@ -706,21 +703,10 @@ def test_a_full_disk_is_told_and_the_old_state_stays(monkeypatch: pytest.MonkeyP
 # Several tools
 
 
-def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_of_several_tools_share_files() -> None:
     """The first one decides which kind of rows --out itself has; last is that of each tool."""
-
-    def read_as_other(paths: list[str], options: ReadOptions) -> Iterator[Vote | Skipped]:
-        for item in read(paths, options):
-            yield replace(item, source="other") if isinstance(item, Vote) else item
-
-    module = ModuleType("valence.data.importers.other")
-    module.read = read_as_other  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    other = sources.FeedbackSource(module="other", description="", files="", main="pairs")
-    monkeypatch.setitem(sources.SOURCES, "other", other)
     do_import(entry(1))
-    files = [write_export(Path("other.jsonl"), entry(1, False, at=5000), EVERY_KIND[3])]
-    summary = import_feedback("other", files, ImportOptions(out=OUT))
+    summary = import_fastchat()
     assert (summary.counts.new, summary.total) == (2, 3)
     assert {file.path: file.rows for file in summary.files} == {
         "feedback.jsonl": 2,
@@ -729,7 +715,7 @@ def test_exports_of_several_tools_share_files(monkeypatch: pytest.MonkeyPatch) -
     about = json.loads(Path("feedback.about.json").read_text())
     assert about["sources"] == {
         NAME: {"files": ["log.jsonl"], "votes": 1},
-        "other": {"files": ["other.jsonl"], "votes": 2},
+        "fastchat": {"files": ["fastchat.jsonl"], "votes": 2},
     }
     assert do_import(entry(1), entry(2), since="last").counts.new == 1
 
@@ -755,9 +741,9 @@ def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            path = args[0]
-            is_change = function.__name__ != "unlink" or path.exists()
-            if is_change and not path.name.endswith(".lock"):
+            path, name = Path(args[0]), function.__name__
+            is_change = args[1] & os.O_TRUNC if name == "open" else path.exists()
+            if is_change and path.suffix != ".lock":
                 results.append(1)
                 if len(results) == step:
                     halt()
@@ -765,11 +751,8 @@ def halt_at(step: int, monkeypatch: pytest.MonkeyPatch, halt: Callable[[], None]
 
         return call
 
-    monkeypatch.setattr(Path, "replace", counted(Path.replace))
-    monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
-    write_part = counted(storage.write_part)
-    monkeypatch.setattr(storage, "write_part", write_part)
-    monkeypatch.setattr(import_store, "write_part", write_part)
+    for owner, name in ((Path, "replace"), (Path, "unlink"), (os, "open")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     return results
 
 

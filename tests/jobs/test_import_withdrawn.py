@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.data.importers.test_pull import EXPORT, Mock, mock
 from tests.errors import raises_error
 from tests.jobs.chat_log import NAME, chat_log, entry, write_export
 from valence.apps.feedback.import_rows import ImportSummary, import_feedback, print_summary
-from valence.data.importers.open_webui import read as read_open_webui
-from valence.data.importers.pull import server_address
-from valence.data.importers.records import ReadOptions, Skipped, Vote
 from valence.options import ImportOptions
 from valence.terminal import Terminal
-from valence.types import Origin
 
-__all__ = ["chat_log"]
+__all__ = ["chat_log", "mock"]
 
 pytestmark = pytest.mark.usefixtures("chat_log")
 
 OUT = Path("feedback.jsonl")
-URL = "https://chat.example.org/"
 
 
 @pytest.fixture(autouse=True)
@@ -263,24 +258,19 @@ def open_webui_row(number: int, rating: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def server(mock: Mock, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The feedback on a server of Open WebUI."""
     rows: list[dict[str, Any]] = []
-
-    def pull(
-        _: str, url: str, options: ReadOptions, since: float, **_options: Any
-    ) -> Iterator[Vote | Skipped]:
-        new = [row for row in rows if row["updated_at"] >= since]
-        path = write_lines("pulled.jsonl", new)
-        for record in read_open_webui([path] if new else [], options):
-            yield replace(record, origin=Origin(server_address(url)[0], record.origin.line))
-
-    monkeypatch.setattr("valence.data.importers.pull.pull", pull)
+    mock.answers[EXPORT] = lambda _: rows
+    monkeypatch.setenv("OPEN_WEBUI_API_KEY", "key")
+    monkeypatch.setenv("URL", mock.url)
     return rows
 
 
 def pull_all(**options: Any) -> ImportSummary:
-    return import_feedback("open-webui", [], ImportOptions(out=OUT, url=URL, **options))
+    return import_feedback(
+        "open-webui", [], ImportOptions(out=OUT, url=os.environ["URL"], **options)
+    )
 
 
 def test_a_vote_that_was_deleted_from_open_webui_is_dropped(server: list[dict[str, Any]]) -> None:

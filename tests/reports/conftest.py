@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,22 @@ import pytest
 from tests.reports.comparing import a_run, config, read, thumbs
 from tests.reports.hostile import hostile_run
 from valence.reports.comparable_runs import ComparedRun
+from valence.reports.rendering import plotly_js
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A finished run with hostile text wherever data may come through."""
     return hostile_run(tmp_path / "first")
+
+
+@pytest.fixture
+def no_plotly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where plotly is not installed."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    plotly_js.cache_clear()
+    yield
+    plotly_js.cache_clear()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from markdown_it import MarkdownIt
 
 from tests.errors import raises_error
 from tests.reports.comparing import a_run, online_evaluation, read, thumbs
-from valence.reports import comparison
 from valence.reports.comparable_runs import ComparedRun
 from valence.reports.comparison import BEST, comparison_markdown, comparison_page, tables, write_out
 from valence.reports.page import report_markdown
@@ -100,10 +99,8 @@ def test_the_page_needs_no_network_and_has_tables_charts_and_rows(
     assert "held_out.jsonl:1: first 0 %, second 100 %" in page.text
 
 
-def test_without_plotly_the_page_explains_how_to_get_curves(
-    two: list[ComparedRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "plotly_js", lambda: "")
+@pytest.mark.usefixtures("no_plotly")
+def test_without_plotly_the_page_explains_how_to_get_curves(two: list[ComparedRun]) -> None:
     source = comparison_page(two)
     assert 'class="chart"' not in source
     page = Page(source)

@@ -1,8 +1,8 @@
 """The report: built from any files of a run, self-contained, and safe with any text in the data."""
 
 import json
+import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from valence.reports import run_record
 from valence.reports.charts import MAX_POINTS
 from valence.reports.formatting import flatten
 from valence.reports.page import HEADLINES, report_markdown, write_page
-from valence.reports.rendering import plotly_js
 from valence.reports.run_record import RunRecord
 
 
@@ -192,12 +191,13 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
     )
 
 
-def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path, monkeypatch):
-    folder = write_run(tmp_path, "thumbs", times=7)
+def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path):
+    times = 2 * run_record.BETWEEN + 2
+    folder = write_run(tmp_path / "many", "thumbs", steps=times - 1, rows=1, times=times)
+    assert len(RunRecord.read(folder).bands) == run_record.BETWEEN + 2
+    folder = write_run(tmp_path / "large", "thumbs", times=7)
     assert len(RunRecord.read(folder).bands) == 7
-    monkeypatch.setattr(run_record, "BETWEEN", 2)
-    assert len(RunRecord.read(folder).bands) == 4
-    monkeypatch.setattr(run_record, "BETWEEN_BYTES", 1)
+    os.truncate(folder / "eval/step-30.json", 6 * run_record.BETWEEN_BYTES)
     assert list(RunRecord.read(folder).bands) == [0, 60]
 
 
@@ -235,14 +235,9 @@ def test_long_texts_are_cut_where_the_page_is_full_with_the_number_of_characters
     assert re.search(r"\b42,000\D+eval/step-60.json", Page(path).text)
 
 
-def test_without_plotly_the_page_explains_how_to_get_curves(run_dir, monkeypatch):
-    plotly_js.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "plotly.offline", None)
-            path = write_page(run_dir)
-    finally:
-        plotly_js.cache_clear()
+@pytest.mark.usefixtures("no_plotly")
+def test_without_plotly_the_page_explains_how_to_get_curves(run_dir):
+    path = write_page(run_dir)
     assert "pip install plotly" in Page(path).text
     assert "A short answer." in Page(path).text
     assert path.stat().st_size < 2e5

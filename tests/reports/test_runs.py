@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -16,23 +16,30 @@ from rich.console import Console
 from tests.errors import raises_error
 from valence.reports import run_record, runs
 from valence.reports.runs import RunLine, as_json, list_runs, table
+from valence.storage import Lock
+
+nobody = nullcontext
 
 
-@dataclass(frozen=True)
-class Process:
-    alive: bool
+@contextmanager
+def somebody(folder: Path) -> Iterator[None]:
+    """This process writes to all runs of a folder."""
+    with ExitStack() as stack:
+        for path in folder.rglob("run.json"):
+            stack.enter_context(Lock(path.parent))
+        yield
 
 
-def nobody(_: Path) -> None:
-    return None
-
-
-def somebody(_: Path) -> Process:
-    return Process(alive=True)
-
-
-def dead(_: Path) -> Process:
-    return Process(alive=False)
+@contextmanager
+def dead(folder: Path) -> Iterator[None]:
+    """The process that wrote to a run was killed."""
+    if (child := os.fork()) == 0:
+        try:
+            Lock(folder).take()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    yield
 
 
 def a_run(
@@ -58,7 +65,7 @@ def steps(*seconds: float, first: int = 1, every: int = 1, **other: Any) -> list
 
 
 def listed(folder: Path, holder: Any = nobody) -> list[RunLine]:
-    with patch.object(runs, "holder", holder):
+    with holder(folder):
         return list_runs(folder)
 
 
@@ -110,13 +117,6 @@ def test_states(tmp_path: Path, status: str, holder: Any, state: str) -> None:
     assert (line.state, line.problem) == (state, None)
 
 
-def test_the_holder_is_asked_for_the_folder_of_the_run(tmp_path: Path) -> None:
-    requests: list[Path] = []
-    a_run(tmp_path / "run", status="running")
-    listed(tmp_path, lambda path: requests.append(path))
-    assert requests == [tmp_path / "run"]
-
-
 def test_the_state_of_a_running_run(tmp_path: Path) -> None:
     log = [{"step": 0, "eval/loss": 0.7}, *steps(5.0, 1.0, 1.0, 1.0, every=1)]
     log[2] |= {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "rewards/accuracies": 1.0}
@@ -162,10 +162,10 @@ def test_time_left(tmp_path: Path, log: Any, left: float | None) -> None:
     )
 
 
-def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = [*steps(*[100.0] * 50, note="x" * 50), *steps(*[2.0] * 50, first=51, note="x" * 50)]
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    note = "x" * (run_record.TAIL // 40)
+    log = [*steps(*[100.0] * 50, note=note), *steps(*[2.0] * 50, first=51, note=note)]
     run = a_run(tmp_path / "run", log=log, status="running", total_steps=110)
-    monkeypatch.setattr(run_record, "TAIL", 2000)
     line = only(run, somebody)
     # At 2 s a step, as at the end; they took 51 s on average.
     assert (line.step, line.left) == (100, 20.0)

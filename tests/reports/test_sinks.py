@@ -4,7 +4,6 @@ import json
 import math
 import sqlite3
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,13 +185,13 @@ def test_an_error_of_a_sink_is_reported_once_and_others_continue(method, tmp_pat
 
 class Slow(Memory):
     """Has ``left`` records to send when it is closed: one less at each query, if it gets on.
-    On the clock of the module each query takes ``takes`` times CLOSING."""
+    On the clock each query takes ``takes`` times CLOSING."""
 
     def __init__(self, monkeypatch, *, left, takes=0.7, gets_on=True):
         super().__init__()
         self.left, self.takes, self.gets_on = left, takes, gets_on
         self.now, self.done = 0.0, threading.Event()
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     @property
     def waiting(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.reports.tracked_runs import CONFIG, Killed, home, record
 from valence.reports import sinks as sinks_module
 from valence.reports import trackers as trackers_module
+from valence.reports.tracker_backends import BACKENDS
 from valence.reports.trackers import Tracker
 
 __all__ = ["home"]
@@ -46,17 +48,22 @@ class Fake:
         self._do("finish", status)
 
 
+Use = Callable[[Fake], None]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Puts a fake in the place of TensorBoard."""
+    return partial(monkeypatch.setitem, BACKENDS, "tensorboard")
+
+
 def fails() -> None:
     raise ConnectionError("nobody there")
 
 
 @pytest.mark.parametrize("at", ["open", "log", "table", "finish"])
-def test_a_library_that_fails_is_reported_once(
-    at: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake(at, fails))
+def test_a_library_that_fails_is_reported_once(at: str, use: Use, tmp_path: Path) -> None:
+    use(Fake(at, fails))
     run = Killed(tmp_path)
     run.log_steps(0, 5)
     (message,) = run.warnings
@@ -66,14 +73,12 @@ def test_a_library_that_fails_is_reported_once(
 
 
 def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
     monkeypatch.setattr(trackers_module, "MAX_WAITING", 50)
-    monkeypatch.setitem(
-        trackers_module.BACKENDS, "tensorboard", Fake("log", lambda: never.wait() and None)
-    )
+    use(Fake("log", lambda: never.wait() and None))
     run = Killed(tmp_path)
     run.log_steps(0, 5)
     (unclosed,) = run.warnings
@@ -86,26 +91,20 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
     assert "50" in behind
 
 
-def test_a_resumed_run_sends_records_that_a_tracker_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", Fake("open", fails))
+def test_a_resumed_run_sends_records_that_a_tracker_missed(use: Use, tmp_path: Path) -> None:
+    use(Fake("open", fails))
     run = Killed(tmp_path)
     run.log_steps(0, 4)
-    monkeypatch.setitem(trackers_module.BACKENDS, "tensorboard", fake := Fake())
+    use(fake := Fake())
     run.log_steps(4, 6, keep=4)
     assert [step for kind, step in fake.got if kind == "log"] == [0, 1, 2, 3, 4, 5, 6]
     assert [step for kind, step in fake.got if kind == "table"] == [0, 3, 6]
     assert fake.got[-1] == ("finish", "done")
 
 
-def test_a_step_passes_its_record_on_without_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_passes_its_record_on_without_waiting(use: Use, tmp_path: Path) -> None:
     go_on = threading.Event()
-    monkeypatch.setitem(
-        trackers_module.BACKENDS, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None)
-    )
+    use(fake := Fake("log", lambda: go_on.wait() and None))
     tracker = Tracker({"kind": "tensorboard"}, print)
     tracker.start(CONFIG, tmp_path, False)
     for step in range(50):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
 from valence.errors import install_command
-from valence.reports import trackers as trackers_module
-from valence.reports.trackers import check
+from valence.reports.trackers import LIBRARIES, check
 
 __all__ = ["home"]
 
@@ -28,8 +28,8 @@ __all__ = ["home"]
 def test_a_library_that_is_not_installed_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
-    for kind in trackers_module.LIBRARIES:
+    for kind in LIBRARIES:
+        monkeypatch.setitem(sys.modules, kind, None)
         with raises_error("library-missing", where="run.sinks", fix=install_command(kind)):
             check({"kind": kind})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.disk import full_disk
 from tests.errors import raises_error
 from tests.rewards.kit import Reply, answer, answers, entry, reward, scores, server, values
 from valence.rewards import reward_of
@@ -321,21 +324,15 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert cache.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
 
 
-def test_a_disk_that_is_full_costs_the_file_and_no_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path) -> None:
     cache = ScoreCache(tmp_path, {})
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("valence.storage.open_file", full)
-    with pytest.warns(UserWarning, match="No space left"):
-        cache.add(scores_of(1))
-    cache.add(scores_of(1, 5))
+    error = os.strerror(errno.EFBIG)
+    with full_disk():
+        with pytest.warns(UserWarning, match=error):
+            cache.add(scores_of(1))
+        cache.add(scores_of(1, 5))
     assert cache.get("k0") is not None
-    assert "No space left" in cache.trouble
-    monkeypatch.undo()
+    assert error in cache.trouble
     assert len(ScoreCache(tmp_path, {})) == 0
 
 

@@ -10,7 +10,6 @@ import pytest
 import valence
 from tests.command import command, command_error, place
 from tests.errors import check_error, raises_error
-from valence import cli
 from valence.rewards.rules import RULES, settings_of
 
 __all__ = ["place"]
@@ -31,10 +30,7 @@ def short(completions, *, per: float = 50.0):
 """
 
 
-def test_rules_are_listed_and_explained(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli.console, "width", 200)
+def test_rules_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("docs") == 0
     listed = capsys.readouterr().out
     assert all(f"\n{name} " in listed for name in RULES)

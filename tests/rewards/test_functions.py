@@ -397,7 +397,7 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
     kind: str, is_private: bool, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_private:  # as where the system gives threads no working directory of their own
-        monkeypatch.setattr(threads, "separate_working_directory", lambda: None)
+        monkeypatch.setattr("ctypes.CDLL", None)
     module = write(f"""
         import os
         os.chdir("/")

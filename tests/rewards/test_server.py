@@ -26,7 +26,6 @@ from tests.rewards.reward_servers import (
     http_request,
     served,
 )
-from valence.apps.serve import reward_batches, reward_server
 from valence.apps.serve.http_server import open_socket
 from valence.apps.serve.reward_batches import Limits, Rate
 from valence.apps.serve.reward_server import ENDS, MAX_ITEMS, split_query
@@ -37,10 +36,8 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_server, "MAX_BODY", 100_000)
-        with served(Numbers(), Limits(timeout=5.0)) as server:
-            yield server
+    with served(Numbers(), Limits(timeout=5.0, max_body=100_000)) as server:
+        yield server
 
 
 # What is read and given
@@ -247,12 +244,8 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
     assert plain.post(query=["still there"]).status_code == 200
 
 
-def test_many_large_bodies_at_a_time_do_not_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reward_server, "MAX_BODY", 1000)
-    monkeypatch.setattr(reward_server, "MAX_BODIES", 8000)
-    with served(Numbers(), Limits(timeout=20.0)) as server:
+def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
+    with served(Numbers(), Limits(timeout=20.0, max_body=1000)) as server:
         begun = [server.raw() for _ in range(8)]
         for connection in begun:
             head = (
@@ -499,9 +492,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("mode", ["raises", "leaves", "fewer", "more", "none"])
-def test_a_call_that_fails_as_a_whole_concerns_only_its_request(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_fails_as_a_whole_concerns_only_its_request(mode: str) -> None:
     """Three requests are scored in one call.
 
     That with the answer that breaks it fails; the others do not notice.
@@ -516,8 +507,7 @@ def test_a_call_that_fails_as_a_whole_concerns_only_its_request(
                 )
             )
 
-    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.3)
-    with served(Broken(mode)) as server:
+    with served(Broken(mode), Limits(max_delay=0.3)) as server:
         first, second, third = asyncio.run(ask(server.url))
         assert server.post(query=["e"]).json()["rewards"] == [hash_score("e")]
     assert [first.json()["rewards"], third.json()["rewards"]] == [

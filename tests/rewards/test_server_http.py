@@ -15,7 +15,7 @@ import pytest
 
 from tests.rewards.kit import wait_for
 from tests.rewards.reward_servers import Numbers, Served, hash_score, http_get, served
-from valence.apps.serve import http_server, reward_server
+from valence.apps.serve import http_server
 from valence.apps.serve.http_server import MAX_HEADERS, host_names, is_allowed_host
 from valence.apps.serve.reward_batches import Limits
 
@@ -27,10 +27,8 @@ GOOD = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_server, "MAX_BODY", 100_000)
-        with served(Numbers(), Limits(timeout=5.0)) as server:
-            yield server
+    with served(Numbers(), Limits(timeout=5.0, max_body=100_000)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ from tests.rewards.reward_servers import (
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
-from valence.apps.serve import reward_batches
 from valence.apps.serve.reward_batches import Batcher, Limits
 from valence.config.load import load_reward
 from valence.rewards import reward_of, score_all
@@ -144,7 +143,8 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         return await batcher.submit([answer(str(n)) for n in numbers]).result
 
     async def run() -> list[tuple[Sequence[int], list[Score]]]:
-        batcher = Batcher(Any_(), Limits(max_batch=max_batch, concurrency=concurrency))
+        limits = Limits(max_batch=max_batch, concurrency=concurrency, max_delay=0.0005)
+        batcher = Batcher(Any_(), limits)
         await batcher.start()
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         requests = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -153,10 +153,7 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         assert not batcher.waiting
         return list(zip(requests, outcome, strict=True))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_batches, "MAX_WAIT", 0.0005)
-        results = asyncio.run(run())
-    for numbers, scores in results:
+    for numbers, scores in asyncio.run(run()):
         for n, score in zip(numbers, scores, strict=True):
             if n in bad or (fails != "failed scores" and bad & set(numbers)):
                 assert score.value is None or (score.value == n and n not in bad)

@@ -26,7 +26,7 @@ from tests.errors import raises_error
 from tests.rewards.kit import calls_of, has_words, wait_for
 from tests.rewards.reward_servers import Served, hash_score, http_get, http_post, served_as_command
 from valence import cli
-from valence.apps.serve import reward_batches, reward_workers
+from valence.apps.serve import reward_workers
 from valence.apps.serve.reward_batches import Limits
 
 FUNCTIONS = "tests.rewards.served_functions"
@@ -103,11 +103,8 @@ def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path
     "text",
     ["crash", *(pytest.param(text, marks=pytest.mark.slow) for text in ("exit", "leave", "huge"))],
 )
-def test_a_request_that_ends_the_process_fails_alone(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.3)
-    with served_as_command(f"{FUNCTIONS}:obeys") as server:
+def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
+    with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_delay=0.3)) as server:
         replies = parallel(server.url, [["a"], [text], ["b", "c"]])
         assert [status for status, _ in replies] == [200, 500, 200]
         assert replies[2][1]["rewards"] == [hash_score("b"), hash_score("c")]
@@ -126,10 +123,9 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(
     """More of them than a process can abandon; requests that come with one are scored all the
     same.
     """
-    monkeypatch.setattr(reward_batches, "MAX_WAIT", 0.2)
     monkeypatch.setattr(reward_workers, "GRACE_SECONDS", 0.5)
     with served_as_command(
-        f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(timeout=60)
+        f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(timeout=60, max_delay=0.2)
     ) as server:
         pids = set[float]()
         for _ in range(2 if " " in text else 6):  # each hangs twice, with the other and alone

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import torch
+from torch import Tensor
 
 from tests.tiny import CHATML, CHATML_TOOLS, tiny_tokenizer
 from tests.tiny_models import tiny
@@ -72,6 +73,22 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             return await work
 
     return asyncio.run(limited())
+
+
+@contextmanager
+def hooked_forward(hook: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Call ``hook`` in each forward pass of ``trainer()`` with its tokens [rows, length] and its
+    logits [rows, 1, vocabulary], which it may change.
+    """
+
+    def call(_: Any, __: Any, inputs: Mapping[str, Tensor], outputs: Any) -> None:
+        hook(inputs["input_ids"], outputs.logits)
+
+    handle = trainer().policy.causal.register_forward_hook(call, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 async def parts_of(

@@ -13,15 +13,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.errors import raises_error
-from tests.serving.kit import HELLO, SAMPLING, parts_of, run, save_model, saved_model, trainer
+from tests.serving.kit import (
+    HELLO,
+    SAMPLING,
+    hooked_forward,
+    parts_of,
+    run,
+    save_model,
+    saved_model,
+    trainer,
+)
 from tests.tiny import tiny_tokenizer
 from valence.apps.serve.chat import Answer, ChatModel, TextStream
 from valence.distributed.process_group import SingleProcess
 from valence.rollouts import Sampling
-from valence.rollouts.continuous import ContinuousBatch, RunningCompletion
 from valence.training.open_run import open_run
 from valence.training.sampling import PolicySampler
 
@@ -103,8 +112,7 @@ def test_the_long_answer_of_these_tests_is_long(model: ChatModel) -> None:
 
 
 def test_sampling_ends_soon_after_the_caller_leaves(model: ChatModel) -> None:
-    tokens = list[int]()
-    text_of = TextStream.push
+    sizes = list[int]()
 
     async def leave() -> None:
         prompt = model.encode(HELLO)
@@ -115,14 +123,9 @@ def test_sampling_ends_soon_after_the_caller_leaves(model: ChatModel) -> None:
         answer = await model.answer(prompt, SAMPLING)
         assert answer.completion.tokens
 
-    def push(stream: TextStream, token: int) -> str:
-        tokens.append(token)
-        return text_of(stream, token)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextStream, "push", push)
+    with hooked_forward(lambda tokens, _: sizes.append(len(tokens))):
         run(leave())
-    assert len(tokens) < 100
+    assert sum(sizes) < 100
 
 
 def test_a_request_that_is_cancelled_again_and_again_leaves_the_model_free(
@@ -227,32 +230,25 @@ def test_an_adapter_run_answers_as_its_merged_model(tmp_path: Path) -> None:
     model.close()
 
 
-def test_at_most_max_batch_completions_are_sampled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_max_batch_completions_are_sampled_at_once() -> None:
     model = ChatModel(trainer(), "tiny", max_batch=3)
     sizes, seeds = list[int](), list[int]()
-    draw, add = ContinuousBatch.draw, ContinuousBatch.add
 
-    def count(batch: ContinuousBatch) -> None:
-        sizes.append(len(batch.rows))
-        draw(batch)
-
-    def record(batch: ContinuousBatch, rows: list[RunningCompletion]) -> None:
-        seeds.extend(row.sampling.seed for row in rows)
-        add(batch, rows)
-
-    monkeypatch.setattr(ContinuousBatch, "draw", count)
-    monkeypatch.setattr(ContinuousBatch, "add", record)
+    async def answer(seed: int) -> None:
+        content = f"hello {seed}"
+        prompt = model.encode([{"role": "user", "content": content}])
+        await model.answer(prompt, Sampling(max_new_tokens=10, temperature=0, seed=seed))
+        seeds.append(seed)
 
     async def together() -> None:
-        prompt = model.encode(HELLO)
-        samplings = [Sampling(max_new_tokens=10, temperature=0, seed=seed) for seed in range(7)]
-        await asyncio.gather(*(model.answer(prompt, sampling) for sampling in samplings))
+        await asyncio.gather(*map(answer, range(7)))
 
-    run(together())
+    with hooked_forward(lambda tokens, _: sizes.append(len(tokens))):
+        run(together())
     model.close()
     assert max(sizes) == 3
     assert sum(sizes) == 70
-    assert seeds == list(range(7))
+    assert [seed // 3 for seed in seeds] == [0, 0, 0, 1, 1, 1, 2]  # in the order of arrival
 
 
 def test_a_short_answer_does_not_wait_for_a_long_one(model: ChatModel) -> None:
@@ -283,17 +279,10 @@ def test_a_client_that_reads_slowly_does_not_hold_up_others(model: ChatModel) ->
     run(work())
 
 
-def test_a_prompt_that_fails_leaves_the_other_requests(
-    model: ChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = ContinuousBatch.add
-
-    def fail(batch: ContinuousBatch, rows: list[RunningCompletion]) -> None:
-        if len(rows[0].prompt) > 20:
+def test_a_prompt_that_fails_leaves_the_other_requests(model: ChatModel) -> None:
+    def fail(tokens: Tensor, _: Tensor) -> None:
+        if tokens.shape[1] > 20:
             raise RuntimeError("out of memory")
-        add(batch, rows)
-
-    monkeypatch.setattr(ContinuousBatch, "add", fail)
 
     async def work() -> None:
         prompts = [model.encode([{"role": "user", "content": text}]) for text in ("a", "a" * 30)]
@@ -304,22 +293,16 @@ def test_a_prompt_that_fails_leaves_the_other_requests(
         assert len((await answer).completion.tokens) == 200
         assert model.num_requests == 0
 
-    run(work())
+    with hooked_forward(fail):
+        run(work())
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=0)])
 def test_an_answer_that_cannot_be_sampled_leaves_the_others(
-    model: ChatModel, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+    model: ChatModel, sampling: Sampling
 ) -> None:
-    draw = ContinuousBatch.draw
-
-    def spoil(batch: ContinuousBatch) -> None:
-        for index, row in enumerate(batch.rows):
-            if row.sampling.max_new_tokens != 200 and len(row.tokens) == 1:
-                batch._logits[index] = math.nan
-        draw(batch)
-
-    monkeypatch.setattr(ContinuousBatch, "draw", spoil)
+    def spoil(_: Tensor, logits: Tensor) -> None:
+        logits[1:] = math.nan  # of the second answer
 
     async def work() -> None:
         prompt = model.encode(HELLO)
@@ -331,7 +314,8 @@ def test_an_answer_that_cannot_be_sampled_leaves_the_others(
         assert len((await answer).completion.tokens) == 200
         assert model.num_requests == 0
 
-    run(work())
+    with hooked_forward(spoil):
+        run(work())
 
 
 def parts_until(
@@ -405,16 +389,12 @@ def test_a_model_that_is_closed_answers_no_more(model: ChatModel) -> None:
         run(parts_of(model))
 
 
-def test_weights_that_are_not_finite_are_an_error(
-    model: ChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise FloatingPointError("the model's logits are not finite")
+def test_weights_that_are_not_finite_are_an_error(model: ChatModel) -> None:
+    def spoil(_: Tensor, logits: Tensor) -> None:
+        logits.fill_(math.nan)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ContinuousBatch, "draw", fail)
-        with raises_error("sampling-failed"):
-            run(parts_of(model))
+    with hooked_forward(spoil), raises_error("sampling-failed"):
+        run(parts_of(model))
     assert run(parts_of(model))[1].completion.tokens  # the model still answers
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.disk import full_disk
 from tests.errors import raises_error
 from valence.apps.serve.experiment import (
     Assignment,
@@ -191,19 +192,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         read_result(tmp_path / "none.jsonl")
 
 
-def test_a_vote_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vote_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with opened(tmp_path) as experiment:
         assignment = experiment.plan.assign("user/1")
-
-        def fail(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("valence.storage.write_all", fail)
-            with raises_error("file-not-writable", where="feedback.ab.jsonl"):
-                experiment.vote(assignment, "1", "", True)
+        with full_disk(), raises_error("file-not-writable", where="feedback.ab.jsonl"):
+            experiment.vote(assignment, "1", "", True)
         experiment.vote(assignment, "1", "", False)
         assert experiment.result.a.thumbs_up + experiment.result.b.thumbs_up == 0
     with opened(tmp_path):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.disk import full_disk
 from tests.errors import raises_error
 from tests.serving.kit import rows, sample, saved_model, trainer
-from valence import storage
 from valence.apps.feedback.import_store import ImportStore
 from valence.apps.serve import feedback
 from valence.apps.serve.chat import Answer
@@ -24,6 +23,7 @@ from valence.apps.serve.prompts import prompt_id
 from valence.config.load import load_recipe
 from valence.data.load import DataFile, load
 from valence.errors import UserError
+from valence.storage import part_path
 from valence.training.prepare import prepare
 from valence.types import Ids, Judgement
 
@@ -138,17 +138,18 @@ def test_raters_are_told_apart_and_not_named(opened: Open, out: Path) -> None:
     assert not {"anna", "carl"} & set(texts.replace('"', " ").split())
 
 
-def test_rows_are_written_in_the_background(
-    opened: Open, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feedback, "WRITE_SECONDS", 0.01)
-    store = opened()
-    (answer,) = answers(store, 1)
-    store.rate(answer, "anna", label=True)
+def wait_for_row(out: Path) -> None:
     until = time.monotonic() + 30
     while not rows(out) and time.monotonic() < until:
         time.sleep(0.01)
     assert len(rows(out)) == 1
+
+
+def test_rows_are_written_in_the_background(out: Path) -> None:
+    with closing(FeedbackStore(out, pause=0.01)) as store:
+        (answer,) = answers(store, 1)
+        store.rate(answer, "anna", label=True)
+        wait_for_row(out)
 
 
 def test_votes_are_on_the_disk_before_rows_are(opened: Open, out: Path) -> None:
@@ -169,17 +170,17 @@ def test_votes_during_a_write_of_the_rows_are_kept(
     store = opened()
     first, second = answers(store, 2)
     store.rate(first, "anna", label=True)
-    replace_files = ImportStore._replace
+    replace_file = Path.replace
 
-    def vote_meanwhile(self: ImportStore, *arguments: Any) -> None:
-        monkeypatch.setattr(ImportStore, "_replace", replace_files)
+    def vote_meanwhile(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace_file)
         thread = threading.Thread(target=lambda: store.rate(second, "anna", label=False))
         thread.start()
         thread.join(10)
         assert not thread.is_alive()  # a vote does not wait for the rows
-        replace_files(self, *arguments)
+        return path.replace(target)
 
-    monkeypatch.setattr(ImportStore, "_replace", vote_meanwhile)
+    monkeypatch.setattr(Path, "replace", vote_meanwhile)
     store.flush()
     assert len(rows(out)) == 1
     (pending,) = rows(out.with_suffix(".pending.jsonl"))
@@ -253,41 +254,23 @@ def test_links_are_not_followed(out: Path, tmp_path: Path) -> None:
     assert not other.exists()
 
 
-class FullDisk:
-    """A disk without space, while ``is_full``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full = False
-        self._write_all = storage.write_all
-        monkeypatch.setattr("valence.storage.write_all", self.write)
-
-    def write(self, file: Any, content: bytes) -> None:
-        if self.is_full:
-            file.write(content[: len(content) // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._write_all(file, content)
-
-
-def test_a_full_disk_refuses_votes_and_loses_none(
-    opened: Open, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(monkeypatch)
+def test_a_full_disk_refuses_votes_and_loses_none(opened: Open, out: Path) -> None:
     store = opened()
     first, second = answers(store, 2)
     store.rate(first, "anna", label=True)
     store.flush()
     store.rate(second, "anna", label=True)
-    disk.is_full = True
-    with raises_error("file-not-writable", where="feedback"):
-        store.rate(first, "anna", label=False)
-    with raises_error("file-not-writable", where="answers"):
-        store.add(sample(seed=9))
-    with raises_error("file-not-writable", where="feedback"):
-        store.flush()
+    pending, answer = out.with_suffix(".pending.jsonl"), sample(seed=9)
+    with full_disk(pending.stat().st_size + 100):  # the start of what is written has space
+        with raises_error("file-not-writable", where="feedback"):
+            store.rate(first, "anna", label=False)
+        with raises_error("file-not-writable", where="answers"):
+            store.add(answer)
+        with raises_error("file-not-writable", where="feedback"):
+            store.flush()
     assert (store.num_votes, len(rows(out))) == (2, 1)
     assert list(out.parent.glob(".*.part")) == []
-    assert [row["message"] for row in rows(out.with_suffix(".pending.jsonl"))] == [second.id]
-    disk.is_full = False
+    assert [row["message"] for row in rows(pending)] == [second.id]
     third = sample(seed=10)
     store.add(third)
     store.rate(third, "anna", label=False)
@@ -297,51 +280,30 @@ def test_a_full_disk_refuses_votes_and_loses_none(
     assert again.answer(third.id).completion.tokens == third.completion.tokens
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_the_votes(
-    opened: Open, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = FullDisk(monkeypatch)
+def test_a_disk_that_is_full_at_the_end_keeps_the_votes(opened: Open, out: Path) -> None:
     store = FeedbackStore(out)
     (answer,) = answers(store, 1)
     store.rate(answer, "anna", label=True)
-    disk.is_full = True
-    with raises_error("file-not-writable"):
+    with full_disk(), raises_error("file-not-writable"):
         store.close()
     store.close()
-    disk.is_full = False
     assert [row["label"] for row in rows_of(opened())] == [True]
 
 
-def test_rows_that_cannot_be_written_are_reported_and_written_later(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feedback, "WRITE_SECONDS", 0.01)
-    disk = FullDisk(monkeypatch)
+def test_rows_that_cannot_be_written_are_reported_and_written_later(out: Path) -> None:
     errors = list[UserError]()
-    reported = threading.Event()
+    obstacle = part_path(out)  # a folder where the rows are written
+    obstacle.mkdir()
 
     def on_error(error: UserError) -> None:
         errors.append(error)
-        disk.is_full = False
-        reported.set()
+        obstacle.rmdir()
 
-    store = FeedbackStore(out, on_error=on_error)
-    (answer,) = answers(store, 1)
-    make_rows = feedback.make_rows
-
-    def fill(*arguments: Any, **options: Any) -> Any:
-        disk.is_full = not errors
-        return make_rows(*arguments, **options)
-
-    monkeypatch.setattr(feedback, "make_rows", fill)
-    store.rate(answer, "anna", label=True)
-    assert reported.wait(30)
-    assert errors[0].code == "file-not-writable"
-    until = time.monotonic() + 30
-    while not rows(out) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(rows(out)) == 1
-    store.close()
+    with closing(FeedbackStore(out, on_error=on_error, pause=0.01)) as store:
+        (answer,) = answers(store, 1)
+        store.rate(answer, "anna", label=True)
+        wait_for_row(out)
+    assert [error.code for error in errors] == ["file-not-writable"]
 
 
 def test_a_correction_gives_a_pair_and_a_demonstration(opened: Open) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.serving.kit import HELLO, SAMPLING, Served, events, rows, run, save_model, trainer
-from valence.apps.serve.app import MAX_BODY
+from valence.apps.serve.app import MAX_BODY, MAX_REQUESTS
 from valence.apps.serve.chat import ChatModel
 from valence.apps.serve.experiment import Experiment, ServedRun, ab_path, read_result
 from valence.apps.serve.feedback import FeedbackStore
@@ -395,15 +395,13 @@ def test_a_client_that_leaves_frees_its_place(serve: Serve) -> None:
     run(work())
 
 
-def test_more_requests_than_can_wait_are_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valence.apps.serve.app.MAX_REQUESTS", 3)
-
+def test_more_requests_than_can_wait_are_refused(api: Api) -> None:
     async def work() -> list[int]:
         async with api.client() as client:
-            body = {"messages": HELLO, "max_tokens": 100, "temperature": 0}
+            body = {"messages": HELLO, "max_tokens": 20, "temperature": 0}
             busy = [asyncio.create_task(client.post("/v1/chat/completions", json=body))
-                    for _ in range(3)]  # fmt: skip
-            while api.model.num_requests < 3:
+                    for _ in range(MAX_REQUESTS)]  # fmt: skip
+            while api.model.num_requests < MAX_REQUESTS:
                 await asyncio.sleep(0.001)
             refused = await client.post("/v1/chat/completions", json=body)
             assert refused.json()["error"]["code"] == "server-busy"
@@ -412,4 +410,4 @@ def test_more_requests_than_can_wait_are_refused(api: Api, monkeypatch: pytest.M
                 *[item.status_code for item in await asyncio.gather(*busy)],
             ]
 
-    assert run(work()) == [503, 200, 200, 200]
+    assert run(work()) == [503, *[200] * MAX_REQUESTS]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.command import command, command_error, place
+from tests.disk import full_disk
 from tests.errors import check_error, raises_error
 from tests.jobs.chat_log import chat_log, entry, write_export
 from tests.programs import Program
@@ -43,6 +44,7 @@ from valence.apps.serve.app import HEADERS
 from valence.data.importers.rows import RowKind
 from valence.data.load import DataFile, load
 from valence.options import ImportOptions
+from valence.storage import part_path
 from valence.types import Judgement, Kind, Preference
 
 __all__ = ["chat_log", "place"]
@@ -456,21 +458,17 @@ def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
         LabelReview(result, tmp_path / "reviewed.jsonl")
 
 
-def test_a_full_disk_loses_no_decision(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_decision(serve: Serve) -> None:
     served = serve()
     served.decide(0, "flip")
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("valence.storage.write_all", fail)
+    with full_disk():
         assert served.decide(1, "drop").status_code == 507
     assert choices(served.review) == ["flip", None, None, None, None]
-    with monkeypatch.context() as patch:
-        patch.setattr("valence.storage.write_part", fail)
-        assert served.decide(1, "keep").status_code == 200
+    obstacle = part_path(served.review.out)  # a folder where the rows are written
+    obstacle.mkdir()
+    assert served.decide(1, "keep").status_code == 200
     assert served.errors
+    obstacle.rmdir()
     served.close()
     assert choices(serve().review) == ["flip", "keep", None, None, None]
 

@@ -15,7 +15,6 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.command import command
-from valence import cli
 from valence.apps.sweep import run
 
 PROGRAM = str(ROOT / "tests/sweeps/trial_program.py")
@@ -27,7 +26,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a recipe and rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "PROGRAM", (sys.executable, PROGRAM))
-    monkeypatch.setattr(cli.console, "width", 160)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     Path("recipe.yaml").write_text(

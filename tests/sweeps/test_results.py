@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from scipy import stats as scipy_stats
 
-from valence.apps.sweep import results as sweep_results
+from tests.reports.comparing import a_run, thumbs
 from valence.apps.sweep.results import (
     Difference,
     candidates,
@@ -21,7 +21,8 @@ from valence.apps.sweep.results import (
     write_sweep_page,
 )
 from valence.apps.sweep.state import SweepState, Trial
-from valence.reports.verdict import Verdict
+from valence.reports.run_record import RunRecord
+from valence.reports.verdict import run_verdict
 from valence.statistics import student_interval
 
 
@@ -194,18 +195,21 @@ def test_conclusions_name_what_is_known(tmp_path: Path) -> None:
     assert "unknown" in text
 
 
-@pytest.mark.parametrize(
-    ("state", "low", "high"), [("improved", 0.6, 0.9), ("unclear", 0.3, 0.9), ("worse", 0.1, 0.4)]
-)
+@pytest.mark.parametrize(("state", "sign"), [("improved", 1), ("unclear", 0), ("worse", -1)])
 def test_a_best_configuration_that_does_not_improve_the_model_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, low: float, high: float
+    tmp_path: Path, state: str, sign: int
 ) -> None:
-    verdict = Verdict(cast(Any, state), "", "", 0.5, low, high, 0.5, 24)
-    monkeypatch.setattr(sweep_results.RunRecord, "read", lambda folder: None)
-    monkeypatch.setattr(sweep_results, "run_verdict", lambda run: verdict)
-    results = compute_results(state_of(tmp_path, VALUES))
-    expected = {"low": low, "high": high, "rows": 24, "no_change": 0.5, "verdict": state}
-    assert results["held_out_interval"] == expected
+    sweep = state_of(tmp_path, VALUES)
+    rewards = {str(i): sign * (-1) ** i + i / 100 for i in range(1, 25)}  # even rows are good
+    run = a_run(sweep.run_dir(candidates(sweep)[0].trials[0]), thumbs(0), thumbs(20, rewards))
+    verdict, results = run_verdict(RunRecord.read(run)), compute_results(sweep)
+    assert results["held_out_interval"] == {
+        "low": verdict.low,
+        "high": verdict.high,
+        "rows": 24,
+        "no_change": 0.5,
+        "verdict": state,
+    }
     warns = any("before training" in sentence for sentence in results["conclusions"])
     assert warns == (state != "improved")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from tests.command import command_error
 from tests.sweeps.conftest import num_logged, read, start, starts, states, sweep, wait_for
-from valence.apps.sweep import search
 
 SEARCH = ("--search", "optuna", "--over", "train.learning_rate=1e-5:1e-2:log", "loss.beta=0.1,0.3")
 
@@ -119,7 +119,7 @@ def test_a_search_is_no_grid_and_keeps_its_ranges(place: Path) -> None:
 
 
 def test_without_optuna_the_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     error = command_error("sweep", "recipe.yaml", *SEARCH, "--out", "sweep")
     assert error.code == "library-missing"
     assert "valence-align[optuna]" in str(error.fix)

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +14,6 @@ from rich.console import Console
 from tests.command import command_error
 from tests.sweeps.conftest import GRID, num_logged, read, start, starts, states, sweep, wait_for
 from tests.sweeps.trial_program import STEPS, objective
-from valence.apps.sweep import run
-from valence.apps.sweep.run import SweepRunner
 from valence.apps.sweep.sweep import run_sweep
 from valence.errors import UserError
 from valence.options import SweepOptions
@@ -43,22 +40,13 @@ def test_every_combination_runs_once_with_every_seed(place: Path) -> None:
     assert all(steps == [0] for steps in starts().values())
 
 
-def test_the_trials_share_one_cache_and_are_named_by_their_settings(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    original = SweepRunner._command
-
-    def recorded(self: SweepRunner, *arguments: Any) -> list[str]:
-        commands.append(original(self, *arguments))
-        return commands[-1]
-
-    monkeypatch.setattr(SweepRunner, "_command", recorded)
+def test_the_trials_share_one_cache_and_are_named_by_their_settings(place: Path) -> None:
     assert (
         sweep("train.epochs=2", "--over", "loss.beta=0.1,0.3", "--out", "a b", "--nproc", "2") == 0
     )
-    assert len(commands) == 2
-    for words, beta in zip(commands, ("0.1", "0.3"), strict=True):
+    commands = sorted(place.glob("a b/trials/*/command.json"))
+    for command, beta in zip(commands, ("0.1", "0.3"), strict=True):
+        words = json.loads(command.read_text())
         assert words[-2:] == ["--nproc", "2"]
         assert {f"loss.beta={beta}", "train.epochs=2", "train.seed=0"} <= set(words)
         assert f'run.dir="a b/trials/beta={beta},seed=0"' in words
@@ -162,11 +150,9 @@ def test_a_trial_that_fails_does_not_end_the_sweep(
 def test_a_mistake_that_all_trials_share_ends_the_sweep(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program pretends that the code is that of unusable rows."""
-    monkeypatch.setattr(run, "RESULT_OF_SETTINGS", ())
-    fails = dict.fromkeys(("0.03", "0.1", "0.3"), "mistake")
+    fails = dict.fromkeys(("0.03", "0.1", "0.3"), "rows")
     monkeypatch.setenv("FAKE", json.dumps({"fails": fails}))
-    assert command_error("sweep", "recipe.yaml", *GRID).code == "loss-not-finite"
+    assert command_error("sweep", "recipe.yaml", *GRID).code == "rows-unusable"
     assert list(states().values()) == ["failed"] * 2 + ["waiting"] * 4
 
 

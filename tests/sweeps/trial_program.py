@@ -3,7 +3,7 @@ without a model.
 
 The objective of a step is a known function of beta, the learning rate and the seed. The log serves
 as checkpoint. The environment variable ``FAKE`` is a JSON object: ``pause`` (seconds per step),
-and ``fails`` (beta -> "mistake", "crash", "kill" or "nan").
+and ``fails`` (beta -> "mistake", "rows", "crash", "kill" or "nan").
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from typing import Any
 from valence.storage import Lock, add_checksum
 
 STEPS, EVERY = 6, 2
+MISTAKES = {
+    "mistake": {"error": "5 steps in a row were not finite", "code": "loss-not-finite"},
+    "rows": {"error": "no row can be used", "code": "rows-unusable"},
+}
 
 
 def objective(beta: float, rate: float, seed: int, step: int) -> float:
@@ -52,6 +56,7 @@ def train(
     fault = fake.get("fails", {}).get(str(beta))
     write_facts(run, status="running", total_steps=STEPS)
     emit({"event": "started", "run": str(run), "resumed": bool(done)})
+    (run / "command.json").write_text(json.dumps(sys.argv[1:]))
     with (run / "starts").open("a") as file:
         file.write(f"{len(done)}\n")
     for step in range(len(done), STEPS + 1):
@@ -60,9 +65,8 @@ def train(
             raise RuntimeError("a defect of the trial")
         if fault == "kill" and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "mistake" and step == 3:
-            error = "5 steps in a row were not finite"
-            emit({"event": "done", "status": "failed", "error": error, "code": "loss-not-finite"})
+        if fault in MISTAKES and step == 3:
+            emit({"event": "done", "status": "failed", **MISTAKES[fault]})
             return 2
         record: dict[str, Any] = {"step": step, "loss": 1.0, "seconds": 0.1}
         if step % EVERY == 0:

@@ -29,9 +29,6 @@ SOURCE = "valence"
 RECENT = 1000
 """Maximum number of answers in memory; older ones are read from the file."""
 
-WRITE_SECONDS = 1.0
-"""Minimum time before the files of rows are written again."""
-
 IDLE_RATIO = 10
 """Minimum pause after a write of the rows, as a multiple of its duration."""
 
@@ -118,7 +115,8 @@ class FeedbackStore:
 
     Answers go to ``NAME.answers.jsonl``, votes to the files of an import. A vote is on the disk,
     as a pending one, when the method that records it returns. A thread writes the rows some
-    seconds later. on_error: called in that thread if this fails. num_votes: votes in the files.
+    seconds later. on_error: called in that thread if this fails. pause: minimum seconds before the
+    rows are written again. num_votes: votes in the files.
 
     Raises UserError if the files were not written by this service, or another process writes them.
     """
@@ -129,8 +127,9 @@ class FeedbackStore:
         *,
         overwrite: bool = False,
         on_error: Callable[[UserError], None] = lambda _: None,
+        pause: float = 1.0,
     ) -> None:
-        self.out, self._on_error = out, on_error
+        self.out, self._on_error, self._pause = out, on_error, pause
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._changed, self._closing = threading.Event(), threading.Event()
         with ExitStack() as failing:
@@ -194,7 +193,7 @@ class FeedbackStore:
 
     def _write_rows(self) -> None:
         """Write the rows some time after votes have changed, until the store is closed."""
-        pause = WRITE_SECONDS
+        pause = self._pause
         while not self._closing.is_set():
             self._changed.wait()
             if self._closing.wait(pause):
@@ -206,7 +205,7 @@ class FeedbackStore:
             except UserError as error:
                 self._changed.set()
                 self._on_error(error)
-            pause = max(WRITE_SECONDS, IDLE_RATIO * (time.monotonic() - start))
+            pause = max(self._pause, IDLE_RATIO * (time.monotonic() - start))
 
     # Answers
 

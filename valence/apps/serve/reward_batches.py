@@ -22,8 +22,6 @@ from valence.user_code.attempt import describe_error
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 """Upper bounds of the histograms of durations, in seconds."""
-MAX_WAIT = 0.005
-"""Seconds that a completion waits for others to share its call."""
 MAX_CLIENTS = 4096
 """Maximum number of clients with a measured request rate."""
 CLOSE_SECONDS = 5.0
@@ -43,7 +41,8 @@ SLOW_SECONDS = 5.0
 class Limits:
     """max_batch: completions per call of the reward. concurrency: simultaneous calls. timeout: time
     limit of a request, in seconds. max_waiting: completions of all requests that wait. rate:
-    requests per second of one client; None: unlimited.
+    requests per second of one client; None: unlimited. max_delay: seconds that a completion waits
+    for others to share its call. max_body: bytes of a request.
     """
 
     max_batch: int = 64
@@ -51,6 +50,8 @@ class Limits:
     timeout: float = 60.0
     max_waiting: int = 16384
     rate: float | None = None
+    max_delay: float = 0.005
+    max_body: int = 32_000_000
 
 
 class ServerMetrics:
@@ -204,7 +205,7 @@ class Batcher:
         """The completions of the next call: those that wait, or arrive in time."""
         await self._wait_for(1)
         try:
-            async with asyncio.timeout(MAX_WAIT):
+            async with asyncio.timeout(self.limits.max_delay):
                 await self._wait_for(self.limits.max_batch)
         except TimeoutError:
             pass  # the call is smaller

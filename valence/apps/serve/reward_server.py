@@ -26,7 +26,7 @@ from valence.apps.serve.http_server import (
     limited_server,
     open_socket,
 )
-from valence.apps.serve.reward_batches import MAX_WAIT, Batcher, Limits, Rate
+from valence.apps.serve.reward_batches import Batcher, Limits, Rate
 from valence.errors import field_problem
 from valence.types import Completion, Reward, Score, content_id
 from valence.version import __version__
@@ -57,10 +57,8 @@ MAX_ERROR_LENGTH = 500
 """Maximum characters of an error message."""
 MAX_ITEMS = 1024
 """Maximum completions of a request."""
-MAX_BODY = 32_000_000
-"""Maximum bytes of a request."""
-MAX_BODIES = 8 * MAX_BODY
-"""Maximum bytes of all requests that are being read."""
+MAX_BODIES = 8
+"""Maximum bytes of all requests that are being read, as a multiple of those of one."""
 
 
 class Query(BaseModel):
@@ -154,7 +152,7 @@ class Service:
         self.batcher = Batcher(reward, limits, probe)
         self.metrics = self.batcher.metrics
         self.rate = Rate(limits.rate)
-        self.bodies = BodyReader(MAX_BODY, MAX_BODIES, limits.timeout)
+        self.bodies = BodyReader(limits.max_body, MAX_BODIES * limits.max_body, limits.timeout)
 
     def has_token(self, request: "Request") -> bool:
         """Whether the request has this server's token, if there is one."""
@@ -417,7 +415,7 @@ def web_server(
     greeting = (
         f"serving {service.reward.name} at http://{address}:{port}/get_reward, {guard}; "
         f"each call scores up to {limits.max_batch} answers that arrive within "
-        f"{1000 * MAX_WAIT:g} ms"
+        f"{1000 * limits.max_delay:g} ms"
     )
     return limited_server(
         application(service, log=log, greeting=greeting),
