@@ -75,6 +75,18 @@ def forking_python() -> Iterator[str]:
     copies.end()
 
 
+@pytest.fixture(scope="session")
+def forking_vllm() -> Iterator[str]:
+    """The path of a Python whose programs are forked from one that has vLLM loaded, as are the
+    processes that vLLM starts.
+    """
+    from tests.rollouts.vllm_server import forking_vllm_python
+
+    copies = forking_vllm_python()
+    yield str(copies.python)
+    copies.end()
+
+
 TOGETHER = ("dist", "real", "vllm", "site")
 """Marks of tests that one worker runs, one after the other: they start processes with deadlines, or
 share something large.

@@ -20,9 +20,10 @@ import select
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -157,10 +158,17 @@ os._exit(status)
 class Copies:
     """Forks copies until ``end``.
 
-    python: the client, to be called as an interpreter with `-m MODULE WORD...` or `-P FILE WORD...`.
+    python: the client, to be called as an interpreter with `-m MODULE WORD...`, `-P FILE WORD...` or
+    `-c CODE`. interpreter: the Python of another environment, whose processes are forked instead,
+    after it has imported modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        interpreter: str | Path | None = None,
+        modules: Sequence[str] = PRELOADED_IN_COPIES,
+        **environment: str,
+    ) -> None:
         self._folder = TemporaryDirectory()  # its name is short, as that of a socket must be
         folder = Path(self._folder.name)
         self.python, at = folder / "python", folder / "socket"
@@ -168,17 +176,29 @@ class Copies:
             f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -ISu \"$0\" \"$@\"\n'''\n{CLIENT}"
         )
         self.python.chmod(0o755)
-        self._server = Program(output=folder / "said", main=partial(_serve, str(at)))
-        self._server.wait_until(at.exists)
+        words = (str(at), *modules)
+        if interpreter is None:
+            main = partial(serve, *words)
+            self._server = Program(output=folder / "said", main=main, **environment)
+        else:
+            code = "import sys; from tests.programs import serve; serve(*sys.argv[1:])"
+            self._server = subprocess.Popen(
+                [interpreter, "-c", code, *words], env=os.environ | environment
+            )
+        until = time.monotonic() + 200
+        while not at.exists() and self._server.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
 
     def end(self) -> None:
         """Copies end with their clients, which are not ended here."""
         self._server.kill()
+        self._server.wait()
         self._folder.cleanup()
 
 
-def _serve(at: str) -> None:
-    for name in PRELOADED_IN_COPIES:
+def serve(at: str, *modules: str) -> None:
+    """Fork a copy of this process, which imports modules, for each client of the socket ``at``."""
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:
@@ -224,12 +244,16 @@ def _watch(connection: socket.socket) -> int:
 
 
 def _run_words(python: str, words: list[str], folder: str) -> None:
-    """`python -u -m MODULE WORD...` or `python -P FILE WORD...`, as far as copies are asked for
-    it.
+    """`python -u -m MODULE WORD...`, `python -P FILE WORD...` or `python -c CODE`, as far as copies
+    are asked for it.
     """
     sys.executable = python
     os.chdir(folder)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     flag = words.pop(0) if words[0] in ("-u", "-P") else ""
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+        return
     if words[0] != "-m":
         assert flag == "-P", words
         sys.argv = words

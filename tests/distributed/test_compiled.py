@@ -144,6 +144,21 @@ def train_compiled(group: Group, *args: Any, **options: Any) -> list[str]:
         return train(group, *args, **options)
 
 
+def copy_run(group: Group, source: Path, target: Path) -> list[str]:
+    if group.rank == 0:
+        shutil.copytree(source, target)
+    group.barrier("copy")
+    return []
+
+
+def stop_and_resume(group: Group, stopped: Any, compiled: Any, copy: Path) -> list[str]:
+    """Train in the same processes, which share the compiled programs. copy: of the stopped run."""
+    with without_inductor():
+        statuses = train(group, [stopped], 3)
+        copy_run(group, Path(stopped["run"]["dir"]), copy)
+        return statuses + train(group, [stopped, compiled])
+
+
 @pytest.mark.parametrize("case", ["dpo", "kto, lora"])
 def test_a_compiled_run_resumes_and_its_checkpoints_have_the_names_of_any_other(
     case: str, place: Path, tmp_path: Path
@@ -160,20 +175,20 @@ def test_a_compiled_run_resumes_and_its_checkpoints_have_the_names_of_any_other(
         )
         for name, folder in runs.items()
     }
-    for name, job, more in (
-        ("plain", train, ()),
-        ("compiled", train_compiled, ()),
-        ("stopped", train_compiled, (3,)),
-    ):
-        ranks = run(job, 2, [recipes[name]], *more, deadline=200.0)
-        expected = ["143" if more else "done"]
-        assert [(rank.error, rank.value) for rank in ranks] == [("", expected)] * 2
+    alone, rest = tmp_path / "alone", [recipes["stopped"], recipes["compiled"]]
+    jobs: list[tuple[Any, ...]] = [(train, [recipes["plain"]])]
+    if case == "dpo":  # new processes resume
+        jobs += [(train_compiled, rest[:1], 3), (copy_run, runs["stopped"], alone)]
+        jobs += [(train_compiled, rest)]
+    else:
+        jobs += [(stop_and_resume, *rest, alone)]
+    ended = [run(job, 2, *args, deadline=200.0) for job, *args in jobs]
+    assert [rank.error for ranks in ended for rank in ranks] == [""] * 2 * len(jobs)
+    for rank in (0, 1):
+        statuses = [status for ranks in ended for status in ranks[rank].value]
+        assert statuses == ["done", "143", "done", "done"]
     same(runs["compiled"], runs["plain"], rel=1e-4, of_logps=1e-5)
     assert names(runs["compiled"]) == names(runs["plain"])
-    alone = tmp_path / "alone"
-    shutil.copytree(runs["stopped"], alone)
-    ranks = run(train_compiled, 2, [recipes["stopped"]], deadline=200.0)
-    assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * 2
     assert records(runs["stopped"]) == records(runs["compiled"])
     # one process resumes it without the compiler
     resumed = written(case, place, alone, "float32", train={"compile": "off"})

@@ -50,7 +50,7 @@ def slow(completions, **context):
     time.sleep(0.02 * len(completions))
     return long(completions)
 """
-SAMPLING = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6")
+SAMPLING = ("--prompts", "prompts.jsonl", "--max-new-tokens", "6", "--other-text", "off")
 
 
 def write_prompts(count: int = 8, name: str = "prompts.jsonl") -> None:

@@ -48,7 +48,8 @@ def test_the_gate_fails_on_a_damaged_model_and_passes_on_the_same_one(
     Path("quickstart_rule.py").write_text(RULE)
     damage(smollm2, tmp_path / "damaged")
     options = ("--prompts", "prompts.jsonl", "--judge", "quickstart_rule:thumbs", "--temperature",
-               "0", "--max-new-tokens", "64", "--at-least", "0.5")  # fmt: skip
+               "0", "--max-new-tokens", "64", "--at-least", "0.5",
+               "--other-text", "off")  # fmt: skip
     words = ("compare", str(smollm2), "damaged", *options)
     assert command(*words, "--out", "damage") == GATE_FAILED
     (judge,) = json.loads(Path("damage/compare.json").read_text())["judges"]

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.docs.walk import all_lines
 from tests.errors import raises_error
-from tests.rollouts.vllm_server import HERE, needs_vllm
+from tests.rollouts.vllm_server import FORKED, HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
 from tests.units import unit
 from valence.batching.micro_batches import make_micro_batch
@@ -50,7 +50,6 @@ pytestmark = [
 
 CLOSE = 1e-4
 """Nats."""
-FORKED = Path(__file__).parent / "forked"
 
 TOKENIZER = tiny_tokenizer()
 END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
@@ -185,7 +184,7 @@ def tiny(*, tied: bool) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]:
+def sides(tmp_path_factory: pytest.TempPathFactory, forking_vllm: str) -> Iterator[dict[str, Side]]:
     root = tmp_path_factory.mktemp("vllm")
 
     shown = dict(
@@ -204,13 +203,14 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
         }
         settings: dict[str, Any] = {
             "folder": root / f"{name}-log",
-            "python": HERE,
             "environment": few,
         }
         if name in shown:
-            server = Shown(shown[name], root / name, **settings)
-        else:
-            server = Server(root / name, transport=name, rank=4, dtype="float32", **settings)
+            return Shown(shown[name], root / name, python=forking_vllm, **settings).start()
+        # a test kills the processes of this one
+        server = Server(
+            root / name, transport=name, python=HERE, rank=4, dtype="float32", **settings
+        )
         server.environment["PYTHONPATH"] = f"{server.folder / 'plugin'}{os.pathsep}{FORKED}"
         return server.start()
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from tests.arch.source import ROOT
+from tests.programs import Copies
 from valence.rollouts.protocol import Sampling
-from valence.rollouts.servers import PYTHON
+from valence.rollouts.servers import CPU_VARIABLES, PYTHON
 from valence.rollouts.transports import WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 
@@ -30,8 +31,20 @@ needs_vllm = pytest.mark.skipif(
     not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one"
 )
 
+FORKED = Path(__file__).parent / "forked"
+"""A folder that makes the processes of a server copies of the first, if it is on its path."""
+
 Reply = tuple[int, Any]
 END = 3
+
+
+def forking_vllm_python() -> Copies:
+    """Servers in copies of a process that has vLLM loaded. Each gets its variables when it starts:
+    here are only those that libraries read when they are imported.
+    """
+    path = f"{FORKED}{os.pathsep}{ROOT}"
+    module = "vllm.entrypoints.openai.api_server"
+    return Copies(HERE, (module,), **CPU_VARIABLES, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
 class Fake:

@@ -52,14 +52,14 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(
 
 @needs_vllm
 def test_a_server_samples_the_turns_of_episodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forking_vllm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn is sampled behind the tokens so far: the policy gives the same log-probabilities to
     the sampled tokens of the whole conversation."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     make_with_short_turns(tmp_path, max_position_embeddings=2048, **sizes)
     monkeypatch.setattr(episodes, "call_format_of", lambda _: BY_CHANCE)
-    rollout = {"engine": "vllm", "start": True, "python": str(HERE)}
+    rollout = {"engine": "vllm", "start": True, "python": forking_vllm}
     train(tool_recipe(tmp_path, rollout=rollout, train={"max_steps": 3}))
     rows = logged(tmp_path)[1:]
     assert all(row["rollout/turns"] > 1.2 and row["rollout/tool_calls"] > 0 for row in rows)

@@ -4,7 +4,6 @@ update.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import valence
 from tests.distributed.process_groups import full
 from tests.distributed.process_groups import run as run_in_processes
-from tests.rollouts.vllm_server import HERE, needs_vllm
+from tests.rollouts.vllm_server import needs_vllm
 from tests.tiny import tiny_tokenizer
 from tests.training.online.recipes import make, recipe_without_eval
 from valence.distributed.process_group import Group
@@ -42,7 +41,6 @@ CLOSE = 1e-4
 """Nats."""
 PROMPTS = [tuple((7 * i + k) % 250 + 5 for i in range(20 + k)) for k in range(4)]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
-FORKED = Path(__file__).parents[2] / "rollouts/forked"
 TOKENIZER = tiny_tokenizer()
 
 
@@ -55,20 +53,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(place: Path) -> Iterator[dict[str, Server]]:
+def servers(place: Path, forking_vllm: str) -> Iterator[dict[str, Server]]:
     """One for each transport that a server on a CPU has for full weights."""
 
     def start(name: str) -> Server:
-        server = Server(
+        return Server(
             place / "model",
             folder=place / name,
-            python=HERE,
+            python=forking_vllm,
             transport=name,
             dtype="float32",
             environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        )
-        server.environment["PYTHONPATH"] = f"{server.folder / 'plugin'}{os.pathsep}{FORKED}"
-        return server.start()
+        ).start()
 
     with ThreadPoolExecutor() as threads:
         starts = {name: threads.submit(start, name) for name in ("disk", "gloo")}
