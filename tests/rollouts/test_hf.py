@@ -46,7 +46,7 @@ def tiny(kind: str = "llama") -> Any:
         "gemma2": lambda: Gemma2Config(
             **small, **heads, intermediate_size=48, head_dim=8, sliding_window=4
         ),
-        "gpt2": lambda: GPT2Config(**small, n_layer=2, n_embd=32, n_head=4, n_positions=64),
+        "gpt2": lambda: GPT2Config(**small, n_layer=2, n_embd=32, n_head=4, n_positions=1024),
     }
     model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
     with torch.no_grad():
