@@ -28,6 +28,7 @@ from tests.tiny_models import tiny
 from valence.apps.export.gguf_tokenizer import LLAMA3, QWEN2
 from valence.apps.export.llama_cpp import PACKAGE, SETTING
 from valence.apps.export.probes import TEXTS
+from valence.rollouts.servers import PYTHON
 
 INSTALL_HINT = "no llama.cpp: run `make llama-cpp`"
 ADAPTER = ("model.lora.rank=4", "run.export=adapter")
@@ -229,3 +230,20 @@ def export_files(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, d
     differs = any(file["status"] == "differs" for file in files)
     assert status == (3 if differs else 0), files
     return {file["kind"]: file for file in files}
+
+
+@pytest.fixture
+def real_vllm(forking_vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is found by the commands of the test.
+
+    One that loads its libraries when it is started is in tests/training/online/test_vllm_run.py.
+    """
+    monkeypatch.setenv(PYTHON, forking_vllm)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def check_equal(file: dict[str, Any]) -> None:
+    assert file["status"] == "verified", file
+    assert file["runtime"].startswith("vLLM 0")
+    assert file["same_text"] == file["same_tokens"] == file["prompts"] == 14
+    assert file["stops"] == file["num_ends"] > 0

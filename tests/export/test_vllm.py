@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.command import command, command_error
 from tests.errors import check_error
-from tests.export.kit import ADAPTER, byte_level, export_files, train_one_step, train_place
-from tests.real.conftest import smollm2
+from tests.export.kit import ADAPTER, byte_level, check_equal, export_files, real_vllm, train_place
 from tests.rollouts.test_vllm_starting import python as stand_in
 from tests.rollouts.vllm_server import needs_vllm
 from tests.tiny import BOS
@@ -24,7 +23,7 @@ from valence.apps.export.probes import log_softmax
 from valence.apps.export.vllm import MAX_LOGPROBS, complete_distribution
 from valence.rollouts.servers import PYTHON
 
-__all__ = ["smollm2"]
+__all__ = ["real_vllm"]
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +59,6 @@ def with_vllm(test: Any) -> Any:
     for mark in (*marks, pytest.mark.usefixtures("real_vllm")):
         test = mark(test)
     return test
-
-
-@pytest.fixture
-def real_vllm(forking_vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM is found by the commands of the test.
-
-    One that loads its libraries when it is started is in tests/training/online/test_vllm_run.py.
-    """
-    monkeypatch.setenv(PYTHON, forking_vllm)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
-def check_equal(file: dict[str, Any]) -> None:
-    assert file["status"] == "verified", file
-    assert file["runtime"].startswith("vLLM 0")
-    assert file["same_text"] == file["same_tokens"] == file["prompts"] == 14
-    assert file["stops"] == file["num_ends"] > 0
 
 
 @with_vllm
@@ -157,22 +139,6 @@ def test_a_damaged_folder_is_found_with_its_cause(
     file = verify(capsys, place, tmp_path / "out", "--vllm")
     assert file["status"] == "differs"
     assert codes(file) >= expected, file
-
-
-@with_vllm
-@pytest.mark.real
-@pytest.mark.daily
-def test_smollm2_answers_in_vllm_as_in_its_run(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its merged weights are in tests/export/test_real_model.py, and a merged folder is above."""
-    train_one_step(tmp_path, smollm2, *ADAPTER)
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    file = export_files(capsys, run, out, "--vllm", "--adapter")["vllm"]
-    check_equal(file)
-    assert file["same_answers"] == 14
-    assert file["kl_mean"] < 1e-4
-    assert file["agreement"] > 0.98
 
 
 # --- without vLLM
