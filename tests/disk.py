@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def limit_file_size(num_bytes: int) -> None:
+    """Let this process write no file beyond this size. -1: as much as fits."""
+    _, maximum = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, maximum))
+
+
 @contextmanager
 def full_disk(num_bytes: int = 0) -> Iterator[None]:
-    """Let this process write no file beyond this size."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    """Inside the block, this process writes no file beyond this size."""
+    before, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_file_size(num_bytes)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        limit_file_size(before)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import pytest
 
+from tests.disk import full_disk
 from tests.errors import raises_error
 from valence.models import log_prob_store as module
 from valence.models.log_prob_store import HEADER_SIZE, ROW, LogProbStore, count_entries
@@ -213,17 +211,6 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
             assert sum(path.startswith(str(tmp_path)) for path in paths) == module.OPEN_FILES
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Inside the block, writes beyond this file size (bytes) fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("suffix", [".values", ".index"])
 def test_a_full_disk_is_reported_once_and_loses_no_entry(suffix: str, tmp_path: Path) -> None:
     """Neither while the numbers are written, nor after them: a part of the next ones still fits the
@@ -233,7 +220,7 @@ def test_a_full_disk_is_reported_once_and_loses_no_entry(suffix: str, tmp_path: 
     (path,) = tmp_path.glob(f"*{suffix}")
     with (
         pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned,
-        largest_file(path.stat().st_size + 5),
+        full_disk(path.stat().st_size + 5),
     ):
         store.add({key(2): values(2)})
     assert [item.category for item in warned if item.category is not ResourceWarning] == [

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,6 @@ def report_free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]
         monkeypatch.setattr(Path, "read_text", read)
 
     return report
-
-
-@pytest.fixture
-def limit_file_size() -> Iterator[Callable[[int], None]]:
-    """Sets the number of bytes beyond which no file can be written; -1: as many as fit."""
-    before, maximum = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, maximum))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (before, maximum))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.disk import full_disk, limit_file_size
 from tests.errors import raises_error
 from tests.training.resuming import (
     Killed,
@@ -246,7 +246,6 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
     settings: dict[str, Any],
     tmp_path: Path,
     undisturbed: Undisturbed,
-    limit_file_size: Callable[[int], None],
 ) -> None:
     settings["run"] |= {"save_every": 1, "max_failed_saves": 3, "keep": None}
 
@@ -255,13 +254,13 @@ def test_training_continues_with_a_full_disk_until_too_many_saves_failed(
             limit_file_size(20_000)  # the log is smaller, and the tensors of a state are larger
 
     run = build_run(settings, quiet=True, callbacks=[fill])
-    with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:
+    where = str(tmp_path / "run/checkpoints")
+    with full_disk(-1), raises_error("checkpoint-not-saved", where=where) as raised:
         run.fit()
     assert "step-3" in raised.error.message
     assert run.step == 6
     assert run.folder is not None
     run.folder.close()
-    limit_file_size(-1)
     assert numbers(facts(tmp_path / "run")["warnings"]) == ["4", "5", "6"]
     again, _ = train(settings)
     assert resumed_steps(tmp_path / "run") == [3]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.disk import full_disk, limit_file_size
 from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
@@ -53,7 +53,6 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
 def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     settings: dict[str, Any],
     tmp_path: Path,
-    limit_file_size: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A disk that was full for a moment, just when the best evaluation had been."""
@@ -78,7 +77,8 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     def full(run: Trainer, record: dict[str, Any]) -> None:
         limit_file_size(20_000 if record["step"] == 4 else -1)
 
-    train(settings, callbacks=[full])
+    with full_disk(-1):  # until the callback fills it
+        train(settings, callbacks=[full])
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
         "step-2",
         "step-9",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from transformers import LlamaForCausalLM, LlamaModel
 
 from tests.command import command
+from tests.disk import full_disk
 from tests.errors import raises_error
 from tests.programs import Program
 from tests.training.scoring import ALL, FILES, read, score, score_all, write
@@ -399,16 +399,7 @@ def test_a_full_disk_is_reported_and_scoring_resumes(place: Path) -> None:
         "rows.jsonl",
         [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)],
     )
-    before, limits = (
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
-    try:
-        with raises_error("file-not-writable", where="out.jsonl"):
-            score(rows)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+    with full_disk(40_000), raises_error("file-not-writable", where="out.jsonl"):
+        score(rows)
     assert 20 < score(rows).earlier < 50
     assert len(read()) == 50
