@@ -10,9 +10,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.align.amounts import Case, choose, thumbs_of
-from benchmarks.align.measures import FilmScore, HeldOut, Point, divergence, vader
-from benchmarks.align.page import amounts_table, comparison, files
+from benchmarks.align.amounts import Case, as_thumbs, choose, choose_pairs, thumbs_of
+from benchmarks.align.frontier import TASKS
+from benchmarks.align.measures import (
+    FilmScore,
+    HeldOut,
+    Point,
+    bare_number,
+    divergence,
+    right_sum,
+    vader,
+)
+from benchmarks.align.page import amounts_table, comparison, files, noise_table, sums_table
 from benchmarks.align.summary import area, disagreement, frontier, summarize, within
 
 START = Point(0, 0.0, 0.2, 0.5, 0.0, 30.0, "")
@@ -102,7 +111,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
 
 def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() -> None:
     policy, _ = two_models()
-    held = HeldOut([], end=2, max_new_tokens=6, samples=1, seed=0)
+    held = HeldOut([], [], end=2, max_new_tokens=6, samples=1, seed=0)
     with torch.no_grad():
         together = held.sample(policy, [[3, 4, 5], [8], [9, 3]])
         alone = held.sample(policy, [[3, 4, 5]])
@@ -119,8 +128,8 @@ def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() ->
 def test_scores_tell_praise_from_complaint() -> None:
     reviews = [("a wonderful warm film", True), ("a dull cold film", False)] * 10
     films = FilmScore.fit(reviews)
-    assert films("wonderful") > 0.9 > 0.1 > films("dull")
-    assert films("a film") == pytest.approx(0.5)
+    assert films.of("wonderful") > 0.9 > 0.1 > films.of("dull")
+    assert films.of("a film") == pytest.approx(0.5)
     assert vader("What a wonderful day!") > 0.5 > -0.5 > vader("What a horrible day!")
 
 
@@ -135,7 +144,7 @@ THUMBS = [{"prompt": k, "completion": str(k), "label": k % 3 == 0} for k in rang
 
 @pytest.mark.parametrize(("up", "flipped"), [(0.5, 0.0), (0.1, 0.0), (0.5, 0.4)])
 def test_thumbs_are_chosen_in_the_ratio_and_flipped(up: float, flipped: float) -> None:
-    case = Case(60, up, flipped, 0, False, seed=1)
+    case = Case(60, up, flipped, seed=1)
     rows = choose(THUMBS, case)
     assert len({row["prompt"] for row in rows}) == 60
     originals = [THUMBS[row["prompt"]]["label"] for row in rows]
@@ -175,6 +184,83 @@ def test_the_table_of_amounts_counts_answers_that_are_better_and_worse() -> None
     assert cells[:4] == ["1,800", "1 : 1", "15% (20% before 50 decisions)", "2"]
     assert cells[4].startswith("0.450 [")
     assert cells[5] == "62, 25"
+
+
+def test_pairs_have_a_good_and_a_bad_answer_and_are_swapped() -> None:
+    answers = [
+        {"prompt": k // 4, "completion": f"{k}", "label": k % 2 == 0, "stop": "eos"}
+        for k in range(160)
+    ]
+    answers += [{"prompt": 99, "completion": "only good", "label": True}] * 4
+    case = Case(60, flipped=0.2, is_paired=True, seed=1)
+    pairs = choose_pairs(answers, case)
+    assert len({pair["prompt"] for pair in pairs}) == 30 == len(pairs)
+    assert 99 not in {pair["prompt"] for pair in pairs}
+    for pair in pairs:
+        chosen, rejected = int(pair["chosen"]), int(pair["rejected"])
+        assert chosen // 4 == rejected // 4 == pair["prompt"]
+        assert (chosen % 2, rejected % 2) == ((1, 0) if pair["info"]["wrong"] else (0, 1))
+    assert sum(pair["info"]["wrong"] for pair in pairs) == 6
+    places = [k for k, pair in enumerate(pairs) if pair["info"]["wrong"]]
+    assert places != list(range(6))
+    thumbs = as_thumbs(pairs)
+    assert [row["completion"] for row in thumbs if row["label"]] == [p["chosen"] for p in pairs]
+    assert len(thumbs) == 60
+    assert choose_pairs(answers, replace(case, method="dpo")) == pairs  # other methods see the same
+    assert choose_pairs(answers, replace(case, seed=2)) != pairs
+
+
+def chat(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def test_a_sum_is_right_if_its_last_number_is() -> None:
+    prompts = chat(*["What is 3 + 14? Answer with the number only."] * 5)
+    answers = chat("17", "3 + 14 = 17.", "17 or 18", "117", "seventeen")
+    assert right_sum(prompts, answers) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert bare_number(completions=answers, prompts=prompts) == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_held_out_sums_are_not_trained_on() -> None:
+    task = TASKS["sums"]
+    assert len(set(task.train)) == 304
+    assert len(set(task.held_out)) == 96
+    assert not set(task.train) & set(task.held_out)
+
+
+def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:
+    def run(library: str, seed: int, sampled: int) -> Any:
+        points = [
+            vars(point(k, 0.2 + k * sampled / 1000, sampled=k * sampled, seconds=k)) for k in (1, 2)
+        ]
+        return {"library": library, "method": "dapo", "seed": seed, "points": points}
+
+    runs = {f"{seed}{name}": run(name, seed, 100 + 100 * (name == "valence"))
+            for seed in range(2) for name in ("valence", "trl")}  # fmt: skip
+    lines = sums_table(runs, START).splitlines()
+    assert "after 100 completions | after 200" in lines[0]
+    ours, theirs = ([c.strip() for c in line.strip("|").split("|")] for line in lines[-2:])
+    assert ours[:2] == ["dapo", "Valence"]
+    assert (ours[3][:5], ours[4][:5], ours[6]) == ("0.300", "0.400", "1.0")
+    assert (theirs[3][:5], theirs[4][:5], theirs[6]) == ("0.300", "0.400", "2.0")
+
+
+def test_the_table_of_wrong_pairs_has_a_column_for_each_share() -> None:
+    start = {"rewards": [0.0, 0.2], "length": 20.0}
+    runs = {
+        f"{method}{share}{seed}": {
+            "method": method, "flipped": share, "is_paired": True, "seed": seed,
+            "rewards": [0.5 - share, 0.5 - share + 0.2 * seed],
+        }
+        for method, shares in (("dpo", (0.0, 0.4)), ("robust_dpo", (0.4,)))
+        for share in shares
+        for seed in range(2)
+    }  # fmt: skip
+    lines = noise_table(runs, start).splitlines()
+    assert lines[0] == "| method | runs | 0% wrong | 40% wrong |"
+    assert lines[2] == "| none | | 0.100 | 0.100 |"
+    assert lines[3].startswith("| dpo | 2 | 0.550 [")
+    assert lines[4].startswith("| robust_dpo | 2 | as dpo | 0.150 [")
 
 
 def test_the_page_is_that_of_the_results() -> None:

@@ -1,11 +1,15 @@
-"""python -m benchmarks.align [--quick] [--seeds N] [--methods NAME ...] [--folder DIR] [--publish]:
-reward against KL divergence from the reference, of Valence's methods and of TRL's.
+"""python -m benchmarks.align [--task sums] [--quick] [--seeds N] [--methods NAME ...]
+[--folder DIR] [--publish]: what methods of Valence and of TRL gain on the same model and machine.
 
-SmolLM2-135M-Instruct learns to write more positively, as VADER scores it, and is measured on
-held-out prompts. KTO and DPO train in both libraries on the same rows in the same order, GRPO on
-prompts. Every run that is complete stays in the folder, so the same command continues where it was
-stopped. The complete grid takes a night on two cores, ``--quick`` ten minutes. ``--publish``: only
-rewrite the page of results from the runs in the folder. Needs TRL's environment (`make peers`).
+SmolLM2-135M-Instruct learns to write more positively, as VADER scores it: reward against KL
+divergence from the reference on held-out prompts. KTO and DPO train in both libraries on the same
+rows in the same order, GRPO on prompts. With ``--task sums`` it learns to add two numbers: the
+share of right answers against the number of sampled completions.
+
+Every run that is complete stays in the folder, so the same command continues where it was stopped.
+The complete grid takes a night on two cores, sums two hours, ``--quick`` ten minutes.
+``--publish``: only rewrite the page of results from the runs in the folder. Needs TRL's environment
+(`make peers`).
 
 Exit status: 0 the losses of both libraries agree; 1 they do not, and nothing is compared; 2 there
 is no environment with TRL.
@@ -31,40 +35,50 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--task", choices=frontier.TASKS, default="positive")
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--seeds", type=int, help="number of seeds")
     parser.add_argument("--penalties", type=int, help="number of penalties of each method")
-    parser.add_argument("--methods", nargs="+", choices=frontier.FULL.methods, metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=Path("runs/align"))
+    parser.add_argument("--methods", nargs="+", metavar="NAME")
+    parser.add_argument("--folder", type=Path, help="runs/align/TASK")
     parser.add_argument("--publish", action="store_true", help="write the page of results")
     arguments = parser.parse_args()
     disable_progress_bar()
     frontier.use_threads()
-    size = frontier.QUICK if arguments.quick else frontier.FULL
+    task = frontier.TASKS[arguments.task]
+    size = task.quick if arguments.quick else task.full
     size = replace(
         size,
         seeds=arguments.seeds or size.seeds,
         penalties=arguments.penalties or size.penalties,
-        methods=tuple(arguments.methods or size.methods),
     )
+    if unknown := set(arguments.methods or ()) - task.methods.keys():
+        parser.error(f"no method {', '.join(unknown)}; there are {', '.join(task.methods)}")
+    methods = {m: p for m, p in task.methods.items() if m in (arguments.methods or task.methods)}
+    task = replace(task, methods=methods)
     peer = peer_python()
     if peer is None and not arguments.publish:
         print(NO_TRL, file=sys.stderr)
         return 2
-    runs = frontier.Frontier(arguments.folder, size, peer, lambda text: print(text, flush=True))
+    folder = arguments.folder or Path("runs/align") / task.name
+    runs = frontier.Frontier(folder, task, size, peer, lambda text: print(text, flush=True))
     start = runs.start()
     results = {}
-    for case in frontier.cases(size):
+    for case in frontier.cases(task, size):
         if arguments.publish and not runs.has_result(case):
             continue
         results[case.name] = runs.run(case)
     summaries = summarize(results, start)
-    print(page.table(summaries, start))
-    print("\n".join(page.comparison(summaries)))
+    if task.name == "sums":
+        print(page.sums_table(results, start))
+    else:
+        print(page.table(summaries, start))
+        print("\n".join(page.comparison(summaries)))
     if arguments.publish:
         for result in results.values():
-            del result["rows"]
-        page.publish(page.RESULTS, asdict(start), results)
+            result.pop("rows", None)
+        file = page.SUMS if task.name == "sums" else page.RESULTS
+        page.publish(file, asdict(start), results)
     disagreements = [s.disagreement for s in summaries if s.disagreement is not None]
     return 0 if all(value <= TOLERANCE for value in disagreements) else 1
 

@@ -1,8 +1,10 @@
-"""python -m benchmarks.align.amounts [--seeds N] [--folder DIR] [--publish]: what thumbs are worth,
-from 20 to 1,800 of them, unbalanced, and with wrong labels.
+"""python -m benchmarks.align.amounts [--seeds N] [--only WORD] [--folder DIR] [--publish]: what
+thumbs are worth, from 20 to 1,800 of them, unbalanced, and with wrong labels, which several methods
+learn from.
 
 SmolLM2-135M-Instruct has answered prompts. A thumb is up if VADER scores the answer above the
 median. KTO trains an adapter on some of them, for three passes, at least 24 and at most 125 steps.
+The other methods train on pairs, or on the same answers as thumbs.
 Then the model answers prompts about other topics, with the random numbers with which it answered
 them before. Every run that is complete stays in the folder, so the same command continues where it
 was stopped. One seed takes half an hour on two cores. ``--publish``: only rewrite the page of
@@ -14,10 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
@@ -56,42 +59,55 @@ class Case:
     """A run. rows: thumbs. up: share of thumbs up. flipped: share of each kind with the opposite
     label. reviewed: rows whose labels are corrected, the most suspicious ones of
     ``valence audit --model``. is_balanced: with ``class_weights: auto``. seed: of the choice of
-    rows, and of training.
+    rows, and of training. is_paired: the rows are pairs of two answers to a prompt, or these as
+    thumbs, for methods that learn from thumbs.
     """
 
     rows: int
-    up: float
-    flipped: float
-    reviewed: int
-    is_balanced: bool
-    seed: int
+    up: float = 0.5
+    flipped: float = 0.0
+    reviewed: int = 0
+    is_balanced: bool = False
+    method: str = "kto"
+    is_paired: bool = False
+    seed: int = 0
 
     @property
     def name(self) -> str:
         words = [f"{self.rows}", f"{self.up:.2f}", f"{self.flipped:.1f}", f"{self.reviewed}"]
-        return "-".join([*words, *(["balanced"] if self.is_balanced else []), f"{self.seed}"])
+        words += ["balanced"] if self.is_balanced else []
+        words += ["pairs", self.method] if self.is_paired else []
+        return "-".join([*words, f"{self.seed}"])
 
     @property
     def steps(self) -> int:
         return min(125, max(24, ceil(3 * self.rows / BATCH)))
 
 
+PAIRED = {
+    "kto": (0.0, 0.2, 0.4), "bco": (0.0, 0.2, 0.4), "dpo": (0.0, 0.2, 0.4),
+    "robust_dpo": (0.2, 0.4), "ipo": (0.0, 0.2, 0.4),
+}  # fmt: skip
+"""Methods on pairs, and shares of wrong ones. robust_dpo knows the share; without, it is dpo."""
+ON_THUMBS = ("kto", "bco")
 DECISIONS = 50
 ROWS, UP, FLIPPED = (20, 60, 200, 600, 1800), (1 / 11, 10 / 11), (0.1, 0.2, 0.3, 0.4)
 
 
 def cases(num_seeds: int) -> list[Case]:
     """All runs, seed by seed."""
-    return [
-        Case(*settings, seed)
-        for seed in range(num_seeds)
-        for settings in (
-            *((rows, 0.5, 0.0, 0, False) for rows in ROWS),
-            *((200, up, 0.0, 0, balanced) for up in UP for balanced in (False, True)),
-            *((200, 0.5, flipped, 0, False) for flipped in FLIPPED),
-            *((200, 0.5, flipped, DECISIONS, False) for flipped in FLIPPED[1::2]),
-        )
+    kinds = [
+        *(Case(rows) for rows in ROWS),
+        *(Case(200, up, is_balanced=balanced) for up in UP for balanced in (False, True)),
+        *(Case(200, flipped=share) for share in FLIPPED),
+        *(Case(200, flipped=share, reviewed=DECISIONS) for share in FLIPPED[1::2]),
+        *(
+            Case(200, flipped=share, method=method, is_paired=True)
+            for method, shares in PAIRED.items()
+            for share in shares
+        ),
     ]
+    return [replace(kind, seed=seed) for seed in range(num_seeds) for kind in kinds]
 
 
 def thumbs_of(answers: Sequence[Row]) -> list[Row]:
@@ -122,11 +138,38 @@ def choose(thumbs: Sequence[Row], case: Case) -> list[Row]:
     return random.Random(f"order {case.seed}").sample(rows, len(rows))
 
 
+def choose_pairs(thumbs: Sequence[Row], case: Case) -> list[Row]:
+    """Pairs of a run in random order: a random good and a random bad answer to each prompt."""
+    rng = random.Random(f"pairs {case.seed}")
+    answers: dict[str, tuple[list[str], list[str]]] = {}
+    for row in thumbs:
+        answers.setdefault(json.dumps(row["prompt"]), ([], []))[row["label"]].append(
+            row["completion"]
+        )
+    prompts = [prompt for prompt, kinds in answers.items() if all(kinds)]
+    pairs: list[Row] = []
+    for k, prompt in enumerate(rng.sample(prompts, case.rows // 2)):
+        bad, good = map(rng.choice, answers[prompt])
+        is_wrong = k < round(case.flipped * case.rows / 2)
+        sides = (bad, good) if is_wrong else (good, bad)
+        row = {"prompt": json.loads(prompt), "info": {"wrong": is_wrong}}
+        pairs.append(row | dict(zip(("chosen", "rejected"), sides, strict=True)))
+    return rng.sample(pairs, len(pairs))
+
+
+def as_thumbs(pairs: Sequence[Row]) -> list[Row]:
+    return [
+        {"prompt": p["prompt"], "completion": p[side], "label": side == "chosen", "info": p["info"]}
+        for p in pairs
+        for side in ("chosen", "rejected")
+    ]
+
+
 def corrected(file: Path, model: Path, decisions: int) -> list[Row]:
     """The rows of a file, of which the most suspicious ones have their label from before it was
     flipped. The order of the rows does not change.
     """
-    ordered = file.with_name("audited.jsonl")
+    ordered = file.with_suffix(".audited.jsonl")
     ordered.unlink(missing_ok=True)
     audit_labels([str(file)], AuditOptions(model=str(model), out=ordered))
     rows = read(file)
@@ -177,31 +220,44 @@ class Amounts:
     def has_result(self, case: Case) -> bool:
         return (self.folder / f"{case.name}.json").exists()
 
+    def write_rows(self, case: Case) -> tuple[Path, int]:
+        """The rows of a run, and how many answers have a wrong label."""
+        file = self.folder / f"{case.name}.jsonl"
+        if case.is_paired:
+            pairs = choose_pairs(self.thumbs, case)
+            write(file, as_thumbs(pairs) if case.method in ON_THUMBS else pairs)
+            return file, 2 * sum(pair["info"]["wrong"] for pair in pairs)
+        write(file, choose(self.thumbs, case))
+        if case.reviewed:
+            write(file, corrected(file, self.model, case.reviewed))
+        return file, sum(row["label"] != row["info"]["label"] for row in read(file))
+
     def run(self, case: Case) -> Row:
         """The result of a run, which is made if there is none."""
-        file = self.folder / f"{case.name}.json"
+        file, folder = self.folder / f"{case.name}.json", self.folder / f"run-{case.name}"
         if not file.exists():
             start = time.perf_counter()
-            rows = self.folder / "rows.jsonl"
-            write(rows, choose(self.thumbs, case))
-            if case.reviewed:
-                write(rows, corrected(rows, self.model, case.reviewed))
-            num_wrong = sum(row["label"] != row["info"]["label"] for row in read(rows))
+            rows, num_wrong = self.write_rows(case)
+            on_pairs = case.is_paired and case.method not in ON_THUMBS
+            loss: Row = {"class_weights": "auto"} if case.is_balanced else {}
+            if case.method == "robust_dpo":
+                loss["label_smoothing"] = case.flipped
             recipe: Row = {
-                "method": "kto",
+                "method": case.method,
                 "model": {"name": str(self.model), "lora": {"rank": 16}},
                 "data": {"train": str(rows)},
-                "loss": {"class_weights": "auto"} if case.is_balanced else {},
+                "loss": loss,
                 "train": {
-                    "max_steps": case.steps, "batch_size": BATCH, "seed": case.seed,
-                    "learning_rate": RATE,
+                    "max_steps": case.steps, "batch_size": BATCH // 2 if on_pairs else BATCH,
+                    "seed": case.seed, "learning_rate": RATE,
                 },
-                "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
+                "run": {"dir": str(folder), "save_every": 1_000_000},
             }  # fmt: skip
             run = valence.build_run(recipe, fresh=True, quiet=True)
             run.fit()
             seconds = time.perf_counter() - start
             measured = self.measure(run.policy.causal)
+            shutil.rmtree(folder)
             store(file, {**asdict(case), "wrong": num_wrong, "seconds": seconds, **measured})
         return json.loads(file.read_text())
 
@@ -213,6 +269,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--only", default="", help="runs whose name contains this, such as pairs")
     parser.add_argument("--folder", type=Path, default=Path("runs/amounts"))
     parser.add_argument("--publish", action="store_true", help="write the page of results")
     arguments = parser.parse_args()
@@ -221,9 +278,9 @@ def main() -> int:
     runs = Amounts(arguments.folder)
     start, results = runs.start(), dict[str, Row]()
     for case in cases(arguments.seeds):
-        if arguments.publish and not runs.has_result(case):
-            continue
         is_new = not runs.has_result(case)
+        if arguments.only not in case.name or (arguments.publish and is_new):
+            continue
         results[case.name] = runs.run(case)
         if is_new:
             result = results[case.name]
@@ -232,7 +289,7 @@ def main() -> int:
                 f"{case.steps} steps, {result['seconds']:.0f} s of training",
                 flush=True,
             )
-    print(page.amounts_table(results, start))
+    print(f"{page.amounts_table(results, start)}\n\n{page.noise_table(results, start)}")
     if arguments.publish:
         page.publish(page.AMOUNTS, start, results)
     return 0

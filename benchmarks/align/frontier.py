@@ -2,16 +2,17 @@
 
 Offline methods train on one set of answers that the reference has sampled: thumbs (above or below
 the median of the prompt), pairs (best and worst), or demonstrations (the top half). Online methods
-sample for themselves. The reward is VADER's score.
+sample for themselves. There are two tasks: to write positively, as VADER scores it, and sums.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
-from benchmarks.align.measures import FilmScore, HeldOut, Point, vader
+from benchmarks.align.measures import FilmScore, HeldOut, Point, scores_of, vader
 from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
 from benchmarks.parity.cases import z0_of_trl
 from benchmarks.parity.sides import trl_row
@@ -33,27 +34,19 @@ from valence.options import SampleOptions
 Library = Literal["valence", "trl"]
 Row = dict[str, Any]
 
-NUM_ANSWERS, MAX_NEW_TOKENS = 8, 40
-BATCH = {"kto": 16, "dpo": 8, "sft": 16, "grpo": 4, "online_dpo": 4}
-"""Rows per step; online, prompts."""
-RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5, "grpo": 1e-5, "online_dpo": 1e-5}
-PENALTIES: dict[str, tuple[float | None, ...]] = {
-    "kto": (0.1, 0.03, 0.3),
-    "dpo": (0.1, 0.03, 0.3),
-    "sft": (None,),
-    "grpo": (0.01, 0.0, 0.1),
-    "online_dpo": (0.1, 0.03, 0.3),
-}
-"""Values of beta, or of the weight of the KL penalty; the first one is that of a quick run."""
-IN_TRL = ("kto", "dpo", "grpo")
-"""Methods that TRL runs too."""
-ROWS = {"kto": "thumbs", "dpo": "pairs", "sft": "top_half"}
+NUM_ANSWERS, BATCH = 8, 4
+"""Completions of each prompt; prompts per step online."""
+ROWS = {"kto": ("thumbs", 16), "dpo": ("pairs", 8), "sft": ("top_half", 16)}
+"""Kind and number of rows per step of offline methods."""
+RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5}
+ONLINE_RATE = 1e-5
 
 
 @dataclass(frozen=True)
 class Size:
     """How much is run. steps: optimizer steps of offline methods, and rounds of online methods.
     measured: number of measurements in a run. samples: completions of each held-out prompt.
+    seeds, penalties: number of runs of a method.
     """
 
     steps: int
@@ -62,11 +55,71 @@ class Size:
     samples: int
     seeds: int
     penalties: int
-    methods: tuple[str, ...]
 
 
-FULL = Size(24, 16, 4, 2, 3, 3, ("kto", "dpo", "sft", "grpo", "online_dpo"))
-QUICK = Size(3, 2, 1, 1, 1, 1, ("kto", "dpo", "grpo"))
+Penalties = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned. train, held_out: questions. reward: in a recipe. methods: the values of
+    beta, or of the weight of the KL penalty; the first one is that of a quick run. in_trl: methods
+    that TRL runs too.
+    """
+
+    name: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    reward: str
+    max_new_tokens: int
+    methods: dict[str, Penalties]
+    in_trl: tuple[str, ...]
+    full: Size
+    quick: Size
+
+
+def questions(topics: Sequence[str]) -> tuple[str, ...]:
+    return tuple(question.format(topic) for topic in topics for question in QUESTIONS)
+
+
+def sums(number: int) -> list[str]:
+    pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+    chosen = random.Random("sums").sample(pairs, number)
+    return [f"What is {a} + {b}? Answer with the number only." for a, b in chosen]
+
+
+NUM_SUMS = 96
+"""Held-out sums."""
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "positive",
+            questions(TOPICS[HELD_OUT:]),
+            questions(TOPICS[:HELD_OUT]),
+            "vader",
+            40,
+            {
+                "kto": (0.1, 0.03, 0.3), "dpo": (0.1, 0.03, 0.3), "sft": (None,),
+                "grpo": (0.01, 0.0, 0.1), "online_dpo": (0.1, 0.03, 0.3),
+            },
+            ("kto", "dpo", "grpo"),
+            Size(24, 16, 4, 2, 3, 3),
+            Size(3, 2, 1, 1, 1, 1),
+        ),
+        Task(
+            "sums",
+            tuple(sums(400)[NUM_SUMS:]),
+            tuple(sums(400)[:NUM_SUMS]),
+            "benchmarks.align.measures:right_sum",
+            16,
+            {"grpo": (0.0,), "dapo": (0.0,), "rloo": (0.0,)},
+            ("grpo", "dapo", "rloo"),
+            Size(0, 32, 4, 2, 3, 1),
+            Size(0, 2, 1, 1, 1, 1),
+        ),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,14 +136,14 @@ class Case:
         return f"{self.library}-{self.method}-{self.penalty}-{self.seed}"
 
 
-def cases(size: Size) -> list[Case]:
+def cases(task: Task, size: Size) -> list[Case]:
     """All runs, seed by seed. A run of TRL follows that of Valence, whose order of rows it has."""
     return [
         Case(library, method, penalty, seed)
         for seed in range(size.seeds)
-        for method in size.methods
-        for penalty in PENALTIES[method][: size.penalties]
-        for library in (("valence", "trl") if method in IN_TRL else ("valence",))
+        for method, penalties in task.methods.items()
+        for penalty in penalties[: size.penalties]
+        for library in (("valence", "trl") if method in task.in_trl else ("valence",))
     ]
 
 
@@ -121,20 +174,17 @@ def store(file: Path, result: Row) -> None:
     aside.replace(file)
 
 
-def make_rows(folder: Path, model: Path) -> None:
-    """Write the prompts, and the answers of the reference as rows of each kind."""
-    for name, topics in (("train", TOPICS[HELD_OUT:]), ("held", TOPICS[:HELD_OUT])):
-        prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
-        write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in prompts])
+def make_rows(folder: Path, model: Path, max_new_tokens: int) -> None:
+    """Write the answers of the reference as rows of each kind."""
     answers = sample_answers(
         folder / "train.jsonl", model, folder / "answers.jsonl",
-        NUM_ANSWERS, MAX_NEW_TOKENS, "float32",
+        NUM_ANSWERS, max_new_tokens, "float32",
     )  # fmt: skip
     by_prompt: dict[str, list[Row]] = {}
     for row in answers:
         if row["stop"] == "eos":  # an answer that was cut off would teach when to stop
             by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
-    rows: dict[str, list[Row]] = {name: [] for name in ROWS.values()}
+    rows: dict[str, list[Row]] = {name: [] for name, _ in ROWS.values()}
     for prompt, sampled in by_prompt.items():
         ordered = sorted(sampled, key=lambda row: -vader(row["completion"]))
         texts, half = [row["completion"] for row in ordered], len(ordered) // 2
@@ -151,19 +201,29 @@ def make_rows(folder: Path, model: Path) -> None:
 class Frontier:
     """Makes the runs that have no result yet. Everything stays in the folder."""
 
-    def __init__(self, folder: Path, size: Size, peer: Path | None, say: Callable[[str], None]):
-        self.folder, self.size, self.peer, self.say = folder, size, peer, say
+    def __init__(
+        self,
+        folder: Path,
+        task: Task,
+        size: Size,
+        peer: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.task, self.size, self.peer, self.say = folder, task, size, peer, say
         folder.mkdir(parents=True, exist_ok=True)
         self.model = assets.smollm2()
-        make_rows(folder, self.model)
+        for name, texts in (("train", task.train), ("held", task.held_out)):
+            write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in texts])
+        if task.methods.keys() & ROWS.keys():
+            make_rows(folder, self.model, task.max_new_tokens)
         self.films_file = folder / "films.json"
         if not self.films_file.exists():
             FilmScore.fit(assets.film_reviews(25_000)).save(self.films_file)
-        self.films = FilmScore.load(self.films_file)
+        self.scores = scores_of(task.name, self.films_file)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        prompts = [row["prompt"] for row in read(folder / "held.jsonl")]
-        self.held_out = HeldOut.of(self.tokenizer, prompts, MAX_NEW_TOKENS, size.samples)
+        prompts = [chat(text) for text in task.held_out]
+        self.held_out = HeldOut.of(self.tokenizer, prompts, task.max_new_tokens, size.samples)
 
     def result_file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -172,12 +232,12 @@ class Frontier:
         """The reference."""
         file = self.result_file(f"reference-{self.size.samples}")
         if not file.exists():
-            store(file, asdict(self._measure(self.reference, 0, 0.0)))
+            store(file, asdict(self.measure(self.reference)))
         return Point(**json.loads(file.read_text()))
 
-    def _measure(self, policy: Any, step: int, seconds: float) -> Point:
+    def measure(self, policy: Any, **progress: Any) -> Point:
         return self.held_out.measure(
-            policy, self.reference, self.tokenizer, self.films, step, seconds
+            policy, self.reference, self.tokenizer, self.scores, **progress
         )
 
     def steps_of(self, case: Case) -> int:
@@ -213,27 +273,28 @@ class Frontier:
     def recipe(self, case: Case) -> Row:
         method = case.method
         losses: dict[str, Row] = {
-            "kto": {"beta": case.penalty, **z0_of_trl(BATCH["kto"])},
+            "kto": {"beta": case.penalty, **z0_of_trl(ROWS["kto"][1])},
             "dpo": {"beta": case.penalty},
-            "grpo": {"kl_weight": case.penalty},
+            "sft": {},
             "online_dpo": {"beta": case.penalty},
         }
+        rows, batch_size = ROWS.get(method, ("train", BATCH))
         online = {
-            "reward": "vader",
-            "rollout": {"num_rollouts": NUM_ANSWERS, "max_new_tokens": MAX_NEW_TOKENS},
+            "reward": self.task.reward,
+            "rollout": {
+                "num_rollouts": NUM_ANSWERS,
+                "max_new_tokens": self.task.max_new_tokens,
+            },
         }
         return {
             "method": method,
             "model": {"name": str(self.model), "dtype": "float32"},
-            "data": {
-                "train": str(self.folder / f"{ROWS.get(method, 'train')}.jsonl"),
-                "max_length": 128,
-            },
-            "loss": losses.get(method, {}),
+            "data": {"train": str(self.folder / f"{rows}.jsonl"), "max_length": 128},
+            "loss": losses.get(method, {"kl_weight": case.penalty}),
             "train": {
-                "batch_size": BATCH[method], "max_steps": self.steps_of(case), "seed": case.seed,
-                "learning_rate": RATES[method], "schedule": "constant", "warmup": 0,
-                "clip_norm": 1.0, "compile": "off",
+                "batch_size": batch_size, "max_steps": self.steps_of(case), "seed": case.seed,
+                "learning_rate": RATES.get(method, ONLINE_RATE), "schedule": "constant",
+                "warmup": 0, "clip_norm": 1.0, "compile": "off",
                 **({"drop_last": True} if method in ROWS else {}),
             },
             "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
@@ -255,22 +316,22 @@ class Frontier:
     def _train_in_trl(self, case: Case) -> Row:
         assert self.peer is not None
         ours = self.run(Case("valence", case.method, case.penalty, case.seed))
-        configs: dict[str, Row] = {
-            "kto": {"beta": case.penalty},
-            "dpo": {"beta": case.penalty},
-            "grpo": {
-                "beta": case.penalty, "loss_type": "grpo", "num_generations": NUM_ANSWERS,
-                "max_completion_length": MAX_NEW_TOKENS, "temperature": 1.0, "top_p": 1.0,
-                "top_k": 0, "scale_rewards": "group",
-            },
+        sampling = {
+            "beta": case.penalty, "num_generations": NUM_ANSWERS, "temperature": 1.0, "top_p": 1.0,
+            "max_completion_length": self.task.max_new_tokens, "top_k": 0,
         }  # fmt: skip
-        is_online = case.method not in ROWS
+        configs: dict[str, Row] = {
+            "grpo": {**sampling, "loss_type": "grpo", "scale_rewards": "group"},
+            "dapo": {**sampling, "loss_type": "dapo", "epsilon_high": 0.28},
+            "rloo": sampling,
+        }
+        batch = ROWS[case.method][1] if case.method in ROWS else BATCH * NUM_ANSWERS
         job = {
-            "trainer": case.method, "model": str(self.model), "films": str(self.films_file),
-            "held_out": asdict(self.held_out), "steps": self.steps_of(case), "rows": ours["rows"],
-            "measured": self.measured(case), "learning_rate": RATES[case.method],
-            "seed": case.seed, "config": configs[case.method],
-            "batch": BATCH[case.method] * (NUM_ANSWERS if is_online else 1),
+            "task": self.task.name, "trainer": case.method, "model": str(self.model),
+            "films": str(self.films_file), "held_out": asdict(self.held_out),
+            "steps": self.steps_of(case), "rows": ours["rows"], "measured": self.measured(case),
+            "learning_rate": RATES.get(case.method, ONLINE_RATE), "seed": case.seed,
+            "config": configs.get(case.method, {"beta": case.penalty}), "batch": batch,
         }  # fmt: skip
         files = self.folder / "job.json", self.folder / "trl.json"
         files[0].write_text(json.dumps(job))
@@ -315,8 +376,12 @@ class Measuring(valence.Callback):
     def on_step(self, run: Any) -> None:
         self.seconds += time.perf_counter() - self.since
         if run.step in self.frontier.measured(self.case):
-            policy = run.policy.causal
-            self.points.append(self.frontier._measure(policy, run.step, self.seconds))
+            sampled = NUM_ANSWERS * run.examples.metrics.get("prompts", 0)
+            self.points.append(
+                self.frontier.measure(
+                    run.policy.causal, step=run.step, seconds=self.seconds, sampled=sampled
+                )
+            )
         self.since = time.perf_counter()
 
     def on_log(self, run: Any, record: Any) -> None:

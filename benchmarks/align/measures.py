@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WORD = re.compile(r"[a-z']+")
+WORD, NUMBER = re.compile(r"[a-z']+"), re.compile(r"\d+")
 MIN_COUNT = 5
 
 
@@ -31,8 +31,31 @@ def _vader() -> Any:
 
 
 def vader(text: str) -> float:
-    """VADER's compound score, from -1 to 1: the reward that methods train on."""
+    """VADER's compound score, from -1 to 1."""
     return _vader().polarity_scores(text)["compound"]
+
+
+Turns = Sequence[Mapping[str, str]]
+
+
+def positive(completions: Sequence[Turns], **_: Any) -> list[float]:
+    """A reward, as both libraries call it: how positively a completion is written."""
+    return [vader(turns[-1]["content"]) for turns in completions]
+
+
+def right_sum(prompts: Sequence[Turns], completions: Sequence[Turns], **_: Any) -> list[float]:
+    """A reward: 1 if the last number of a completion is the sum of the numbers in its prompt."""
+    rewards: list[float] = []
+    for prompt, turns in zip(prompts, completions, strict=True):
+        numbers = NUMBER.findall(turns[-1]["content"])
+        total = sum(map(int, NUMBER.findall(prompt[-1]["content"])))
+        rewards.append(float(bool(numbers) and numbers[-1] == str(total)))
+    return rewards
+
+
+def bare_number(completions: Sequence[Turns], **_: Any) -> list[float]:
+    """Which completions are a number and nothing else."""
+    return [float(NUMBER.fullmatch(turns[-1]["content"]) is not None) for turns in completions]
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,10 @@ class FilmScore:
         weights = {word: math.log(share(word, True) / share(word, False)) for word in words}
         return cls(math.log(number[1] / number[0]), weights)
 
-    def __call__(self, text: str) -> float:
+    def __call__(self, completions: Sequence[Turns], **_: Any) -> list[float]:
+        return [self.of(turns[-1]["content"]) for turns in completions]
+
+    def of(self, text: str) -> float:
         words = set(WORD.findall(text.lower()))
         return 1 / (1 + math.exp(-self.prior - sum(self.weights.get(w, 0.0) for w in words)))
 
@@ -72,12 +98,23 @@ class FilmScore:
         return cls(**json.loads(path.read_text()))
 
 
+Score = Callable[..., list[float]]
+
+
+def scores_of(task: str, films: Path) -> tuple[Score, Score]:
+    """What methods train on, and a score that none of them trains on."""
+    if task == "sums":
+        return right_sum, bare_number
+    return positive, FilmScore.load(films)
+
+
 @dataclass(frozen=True)
 class Point:
     """A policy on the held-out prompts.
 
-    reward, other: mean scores of VADER and of the film reviews. kl: nats per completion. length:
-    sampled tokens per completion. seconds: of training until here. step: optimizer steps.
+    reward, other: mean scores. kl: nats per completion. length: sampled tokens per completion.
+    seconds, sampled: of training, and completions that were sampled for it, until here. step:
+    optimizer steps.
     """
 
     step: int
@@ -87,16 +124,18 @@ class Point:
     kl: float
     length: float
     text: str
+    sampled: int = 0
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out prompts as token ids, and how completions are sampled.
+    """Held-out prompts, as messages and as token ids, and how completions are sampled.
 
     samples: completions of each prompt. The random numbers depend on the seed, the completion and
     the position alone, so that policies that agree sample the same text.
     """
 
+    messages: list[Turns]
     prompts: list[list[int]]
     end: int
     max_new_tokens: int
@@ -114,23 +153,21 @@ class HeldOut:
             ]
             for p in prompts
         ]
-        return cls(ids, tokenizer.eos_token_id, max_new_tokens, samples, seed=1)
+        return cls(list(prompts), ids, tokenizer.eos_token_id, max_new_tokens, samples, seed=1)
 
     def measure(
-        self, policy: Any, reference: Any, tokenizer: Any, films: FilmScore,
-        step: int, seconds: float,
+        self, policy: Any, reference: Any, tokenizer: Any, scores: tuple[Score, Score],
+        *, step: int = 0, seconds: float = 0.0, sampled: int = 0,
     ) -> Point:  # fmt: skip
-        """A policy after some steps and seconds of training."""
+        """A policy after some steps and seconds of training, and some sampled completions."""
         texts, completions, kl = self.complete(policy, reference, tokenizer)
-        return Point(
-            step,
-            seconds,
-            fmean(map(vader, texts)),
-            fmean(map(films, texts)),
-            kl,
-            fmean(map(len, completions)),
-            texts[0],
-        )
+        rows = {
+            "prompts": [turns for turns in self.messages for _ in range(self.samples)],
+            "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        }
+        reward, other = (fmean(score(**rows)) for score in scores)
+        length = fmean(map(len, completions))
+        return Point(step, seconds, reward, other, kl, length, texts[0], sampled)
 
     def complete(
         self, policy: Any, reference: Any, tokenizer: Any

@@ -24,6 +24,7 @@ from benchmarks.peers import ROOT
 
 RESULTS = Path(__file__).parent / "results.json"
 AMOUNTS = Path(__file__).parent / "amounts.json"
+SUMS = Path(__file__).parent / "sums.json"
 PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
 NAMES = {"valence": "Valence", "trl": "TRL"}
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
@@ -131,6 +132,8 @@ def amounts_table(results: Mapping[str, Row], start: Row) -> str:
     ]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for run in results.values():
+        if run.get("is_paired"):
+            continue
         # amounts first, then shares of thumbs up, then of wrong labels
         place = run["flipped"] > 0, run["reviewed"] > 0, run["up"] != 0.5
         rest = run["flipped"], run["up"], run["is_balanced"], run["rows"]
@@ -156,9 +159,61 @@ def amounts_table(results: Mapping[str, Row], start: Row) -> str:
     return "\n".join(lines)
 
 
+def noise_table(results: Mapping[str, Row], start: Row) -> str:
+    """Of runs on pairs: mean reward of each method by the share of wrong pairs."""
+    runs = [run for run in results.values() if run.get("is_paired")]
+    shares = sorted({run["flipped"] for run in runs})
+    lines = [
+        "| method | runs | " + " | ".join(f"{share:.0%} wrong" for share in shares) + " |",
+        "| --- | --- |" + " --- |" * len(shares),
+        "| none | |" + f" {fmean(start['rewards']):.3f} |" * len(shares),
+    ]
+    for method in dict.fromkeys(run["method"] for run in runs):
+        cells: list[str] = []
+        num_runs = 0
+        for share in shares:
+            chosen = [r for r in runs if (r["method"], r["flipped"]) == (method, share)]
+            num_runs = max(num_runs, len(chosen))
+            rewards = tuple(fmean(run["rewards"]) for run in chosen)
+            cells.append(str(Estimate(rewards)) if rewards else "as dpo")
+        lines.append(f"| {method} | {num_runs} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sums_table(results: Mapping[str, Row], start: Point) -> str:
+    """Share of right answers after a number of sampled completions, with t-intervals over seeds."""
+    runs = list(results.values())
+    total = min(run["points"][-1]["sampled"] for run in runs)
+    lines = [
+        f"| method | library | runs | after {total // 2:,} completions | after {total:,} "
+        "| only a number | nats |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| reference | | | {start.reward:.3f} | {start.reward:.3f} | {start.other:.3f} | |",
+    ]
+    for library, method in dict.fromkeys((run["library"], run["method"]) for run in runs):
+        chosen = [run for run in runs if (run["library"], run["method"]) == (library, method)]
+        points = [[start, *(Point(**point) for point in run["points"])] for run in chosen]
+
+        def at(number: int, name: str, points: Sequence[list[Point]] = points) -> Estimate:
+            curves = [[(p.sampled, getattr(p, name)) for p in run] for run in points]
+            return Estimate(tuple(within(curve, number) for curve in curves))
+
+        lines.append(
+            f"| {method} | {NAMES[library]} | {len(chosen)} | {at(total // 2, 'reward')} | "
+            f"{at(total, 'reward')} | {at(total, 'other').mean:.3f} | {at(total, 'kl').mean:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 def publish(file: Path, start: Row, results: Mapping[str, Row]) -> None:
-    """Write results to ``RESULTS`` or ``AMOUNTS``, then the page and the figure."""
-    file.write_text(json.dumps({"start": start, "runs": results}) + "\n", encoding="utf-8")
+    """Add results to ``RESULTS``, ``AMOUNTS`` or ``SUMS``, then write the page and the figure.
+
+    Results that are there stay, if the reference has answered as it does now.
+    """
+    stored: Row = json.loads(file.read_text("utf-8")) if file.exists() else {"start": None}
+    runs = {**stored["runs"], **results} if stored["start"] == start else results
+    text = json.dumps({"start": start, "runs": runs})
+    file.write_text(text + "\n", encoding="utf-8")
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 
@@ -169,11 +224,13 @@ def files() -> dict[Path, str]:
     results, start = record["runs"], Point(**record["start"])
     summaries = summarize(results, start)
     facts = "\n".join(f"- {fact}" for fact in comparison(summaries))
-    amounts = json.loads(AMOUNTS.read_text("utf-8"))
+    amounts, sums = (json.loads(file.read_text("utf-8")) for file in (AMOUNTS, SUMS))
     text = PAGE.read_text("utf-8")
     for name, block in (
         ("results", f"{facts}\n\n{table(summaries, start)}"),
         ("amounts", amounts_table(amounts["runs"], amounts["start"])),
+        ("noise", noise_table(amounts["runs"], amounts["start"])),
+        ("sums", sums_table(sums["runs"], Point(**sums["start"]))),
     ):
         before, begin, rest = text.partition(f"<!-- {name}: begin -->")
         _, end, after = rest.partition(f"<!-- {name}: end -->")

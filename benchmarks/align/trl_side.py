@@ -27,8 +27,15 @@ import trl
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.align.measures import FilmScore, HeldOut, Point, vader
+from benchmarks.align.measures import HeldOut, Point, scores_of
 from benchmarks.parity.trl_side import PLAIN, TEXT_COLUMNS, spelled, tokenizer_of_ids
+
+SAMPLING = {
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "dapo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+}
+"""Trainers that sample completions."""
 
 
 class Measuring(TrainerCallback):
@@ -41,7 +48,8 @@ class Measuring(TrainerCallback):
     def __init__(self, job: dict[str, Any]) -> None:
         self.steps = set(job["measured"])
         self.held_out = HeldOut(**job["held_out"])
-        self.films = FilmScore.load(Path(job["films"]))
+        self.scores = scores_of(job["task"], Path(job["films"]))
+        self.batch = job["batch"] if job["trainer"] in SAMPLING else 0
         self.reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(job["model"])
         self.points: list[Point] = []
@@ -52,8 +60,9 @@ class Measuring(TrainerCallback):
         if state.global_step in self.steps:
             self.points.append(
                 self.held_out.measure(
-                    self.policy, self.reference, self.tokenizer, self.films,
-                    state.global_step, self.seconds,
+                    self.policy, self.reference, self.tokenizer, self.scores,
+                    step=state.global_step, seconds=self.seconds,
+                    sampled=self.batch * state.global_step,
                 )
             )  # fmt: skip
             print(self.points[-1], file=sys.stderr, flush=True)
@@ -71,11 +80,12 @@ def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
         "per_device_train_batch_size": job["batch"], **job["config"],
     }  # fmt: skip
     common: dict[str, Any] = {"model": policy, "callbacks": [measuring]}
-    if job["trainer"] == "grpo":
+    if job["trainer"] in SAMPLING:
         tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        trainer = trl.GRPOTrainer(
-            args=trl.GRPOConfig(shuffle_dataset=False, **arguments),
-            reward_funcs=lambda completions, **_: [vader(c[0]["content"]) for c in completions],
+        kind, config = SAMPLING[job["trainer"]]
+        trainer = kind(
+            args=config(shuffle_dataset=False, **arguments),
+            reward_funcs=measuring.scores[0],
             train_dataset=Dataset.from_list(job["rows"]),
             processing_class=tokenizer,
             **common,
