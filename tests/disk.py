@@ -6,6 +6,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from valence.terminal import stream_errors
+
 
 def limit_file_size(num_bytes: int) -> None:
     """Let this process write no file beyond this size. -1: as much as fits."""
@@ -15,10 +17,17 @@ def limit_file_size(num_bytes: int) -> None:
 
 @contextmanager
 def full_disk(num_bytes: int = 0) -> Iterator[None]:
-    """Inside the block, this process writes no file beyond this size."""
+    """Inside the block, this process writes no file beyond this size.
+
+    The file that pytest captures output in is one of them. What is lost of it is no error of the
+    runs of later tests.
+    """
     before, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    earlier_errors = dict(stream_errors)
     limit_file_size(num_bytes)
     try:
         yield
     finally:
         limit_file_size(before)
+        stream_errors.clear()
+        stream_errors.update(earlier_errors)
