@@ -4,11 +4,11 @@ learn from.
 
 SmolLM2-135M-Instruct has answered prompts. A thumb is up if VADER scores the answer above the
 median. KTO trains an adapter on some of them, for three passes, at least 24 and at most 125 steps.
-The other methods train on pairs, or on the same answers as thumbs.
-Then the model answers prompts about other topics, with the random numbers with which it answered
-them before. Every run that is complete stays in the folder, so the same command continues where it
-was stopped. One seed takes half an hour on two cores. ``--publish``: only rewrite the page of
-results from the runs in the folder.
+Several methods train on pairs of answers, or on the same answers as thumbs. Then the model answers
+prompts about other topics, with the random numbers with which it answered them before. Every run
+that is complete stays in the folder, so the same command continues where it was stopped. One seed
+takes an hour and a half on two cores. ``--publish``: only rewrite the page of results from the runs
+in the folder.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
         torch.randint(0, 49152, (36,), generator=generator),
     )
     exact = torch.log_softmax(logits.double(), -1).gather(1, target[:, None]).squeeze(1)
-    result: Tensor = TargetLogProb.apply(logits, target)  # type: ignore[assignment]
+    result: Any = TargetLogProb.apply(logits, target)
     assert abs((result.double() - exact).sum()) < 2e-5
 
 

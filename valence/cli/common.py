@@ -197,7 +197,7 @@ def data_file(argument: str) -> DataFile:
     overrides = [f"data.train=[{section}]"]
     source = load_recipe(recipe, overrides, training=False)
     [file] = source.recipe.data.train
-    return DataFile(file.path, file.split, file.subset, file.format, file.keys)
+    return DataFile.of(file)
 
 
 def require_server_libraries(command: str, *additional: str) -> None:

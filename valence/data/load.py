@@ -102,6 +102,11 @@ class DataFile:
     weight: float = 1.0
     limit: int | None = None
 
+    @classmethod
+    def of(cls, source: Source) -> DataFile:
+        """The file of a section of a recipe, without its weight and limit."""
+        return cls(source.path, source.split, source.subset, source.format, source.keys)
+
 
 @dataclass(frozen=True, slots=True)
 class InMemory:

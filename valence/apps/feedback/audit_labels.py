@@ -396,7 +396,7 @@ def audit_rows(
 
 def _recognized(file: SourceSettings, console: Console) -> SourceSettings:
     """The file with keys for columns whose names say what they are, as ``valence init`` writes."""
-    keys = recognize(DataFile(file.path, file.split, file.subset, file.format, file.keys)).keys
+    keys = recognize(DataFile.of(file)).keys
     if keys == file.keys:
         return file
     read = ", ".join(f"{part} from {column}" for part, column in keys.items())
