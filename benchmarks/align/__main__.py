@@ -1,10 +1,11 @@
-"""python -m benchmarks.align [--task sums] [--quick] [--seeds N] [--methods NAME ...]
+"""python -m benchmarks.align [--task films | sums] [--quick] [--seeds N] [--methods NAME ...]
 [--folder DIR] [--publish]: what methods of Valence and of TRL gain on the same model and machine.
 
 SmolLM2-135M-Instruct learns to write more positively, as VADER scores it: reward against KL
 divergence from the reference on held-out prompts. KTO and DPO train in both libraries on the same
-rows in the same order, GRPO on prompts. With ``--task sums`` it learns to add two numbers: the
-share of right answers against the number of sampled completions.
+rows in the same order, GRPO on prompts. With ``--task films`` it learns to finish sentences of film
+reviews favourably, as a classifier of reviews scores it. With ``--task sums`` it learns to add two
+numbers: the share of right answers against the number of sampled completions.
 
 Every run that is complete stays in the folder, so the same command continues where it was stopped.
 The complete grid takes a night on two cores, sums two hours, ``--quick`` ten minutes.
@@ -57,7 +58,7 @@ def main() -> int:
     methods = {m: p for m, p in task.methods.items() if m in (arguments.methods or task.methods)}
     task = replace(task, methods=methods)
     peer = peer_python()
-    if peer is None and not arguments.publish:
+    if peer is None and set(task.in_trl) & task.methods.keys() and not arguments.publish:
         print(NO_TRL, file=sys.stderr)
         return 2
     folder = arguments.folder or Path("runs/align") / task.name
@@ -69,16 +70,11 @@ def main() -> int:
             continue
         results[case.name] = runs.run(case)
     summaries = summarize(results, start)
-    if task.name == "sums":
-        print(page.sums_table(results, start))
-    else:
-        print(page.table(summaries, start))
-        print("\n".join(page.comparison(summaries)))
+    print(page.SECTIONS[task.name](results, start))
     if arguments.publish:
         for result in results.values():
             result.pop("rows", None)
-        file = page.SUMS if task.name == "sums" else page.RESULTS
-        page.publish(file, asdict(start), results)
+        page.publish(page.results_file(task.name), asdict(start), results)
     disagreements = [s.disagreement for s in summaries if s.disagreement is not None]
     return 0 if all(value <= TOLERANCE for value in disagreements) else 1
 

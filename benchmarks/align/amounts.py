@@ -91,6 +91,7 @@ PAIRED = {
 """Methods on pairs, and shares of wrong ones. robust_dpo knows the share; without, it is dpo."""
 ON_THUMBS = ("kto", "bco")
 DECISIONS = 50
+# Of 110 thumbs, 10 are up: those of 200 without 90 % of the thumbs up, as in the KTO paper (4.3).
 ROWS, UP, FLIPPED = (20, 60, 200, 600, 1800), (1 / 11, 10 / 11), (0.1, 0.2, 0.3, 0.4)
 
 
@@ -99,6 +100,7 @@ def cases(num_seeds: int) -> list[Case]:
     kinds = [
         *(Case(rows) for rows in ROWS),
         *(Case(200, up, is_balanced=balanced) for up in UP for balanced in (False, True)),
+        *(Case(110, UP[0], is_balanced=balanced) for balanced in (False, True)),
         *(Case(200, flipped=share) for share in FLIPPED),
         *(Case(200, flipped=share, reviewed=DECISIONS) for share in FLIPPED[1::2]),
         *(

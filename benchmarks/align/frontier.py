@@ -2,7 +2,8 @@
 
 Offline methods train on one set of answers that the reference has sampled: thumbs (above or below
 the median of the prompt), pairs (best and worst), or demonstrations (the top half). Online methods
-sample for themselves. There are two tasks: to write positively, as VADER scores it, and sums.
+sample for themselves. There are three tasks: to write positively, as VADER scores it, to write as a
+favourable film review, and sums.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
-from benchmarks.align.measures import FilmScore, HeldOut, Point, scores_of, vader
+from benchmarks.align.measures import SCORES, HeldOut, Point
 from benchmarks.online.__main__ import HELD_OUT, QUESTIONS, TOPICS
 from benchmarks.parity.cases import z0_of_trl
 from benchmarks.parity.sides import trl_row
@@ -60,16 +61,18 @@ class Size:
 Penalties = tuple[float | None, ...]
 
 
+Questions = tuple[list[str], list[str]]
+"""To train on, and held out."""
+
+
 @dataclass(frozen=True)
 class Task:
-    """What is learned. train, held_out: questions. reward: in a recipe. methods: the values of
-    beta, or of the weight of the KL penalty; the first one is that of a quick run. in_trl: methods
-    that TRL runs too.
+    """What is learned. reward: in a recipe. methods: the values of beta, or of the weight of the KL
+    penalty; the first one is that of a quick run. in_trl: methods that TRL runs too.
     """
 
     name: str
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
+    questions: Callable[[], Questions]
     reward: str
     max_new_tokens: int
     methods: dict[str, Penalties]
@@ -78,45 +81,48 @@ class Task:
     quick: Size
 
 
-def questions(topics: Sequence[str]) -> tuple[str, ...]:
-    return tuple(question.format(topic) for topic in topics for question in QUESTIONS)
+def about_topics() -> Questions:
+    train, held_out = (
+        [question.format(topic) for topic in topics for question in QUESTIONS]
+        for topics in (TOPICS[HELD_OUT:], TOPICS[:HELD_OUT])
+    )
+    return train, held_out
 
 
-def sums(number: int) -> list[str]:
+def film_beginnings() -> Questions:
+    texts = [text for text, _ in assets.film_reviews(96)]
+    asked = [f"Finish this sentence of a film review: {' '.join(t.split()[:8])}" for t in texts]
+    return asked[24:], asked[:24]
+
+
+def sums() -> Questions:
     pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
-    chosen = random.Random("sums").sample(pairs, number)
-    return [f"What is {a} + {b}? Answer with the number only." for a, b in chosen]
+    chosen = random.Random("sums").sample(pairs, 400)
+    asked = [f"What is {a} + {b}? Answer with the number only." for a, b in chosen]
+    return asked[96:], asked[:96]
 
 
-NUM_SUMS = 96
-"""Held-out sums."""
 TASKS = {
     task.name: task
     for task in (
         Task(
-            "positive",
-            questions(TOPICS[HELD_OUT:]),
-            questions(TOPICS[:HELD_OUT]),
-            "vader",
-            40,
+            "positive", about_topics, "vader", 40,
             {
-                "kto": (0.1, 0.03, 0.3), "dpo": (0.1, 0.03, 0.3), "sft": (None,),
+                "kto": (0.1, 0.03, 0.3), "dpo": (0.1, 0.03, 0.3),
+                "dpo+humanline": (0.1, 0.03, 0.3), "sft": (None,),
                 "grpo": (0.01, 0.0, 0.1), "online_dpo": (0.1, 0.03, 0.3),
             },
-            ("kto", "dpo", "grpo"),
-            Size(24, 16, 4, 2, 3, 3),
-            Size(3, 2, 1, 1, 1, 1),
+            ("kto", "dpo", "grpo"), Size(24, 16, 4, 2, 3, 3), Size(3, 2, 1, 1, 1, 1),
         ),
         Task(
-            "sums",
-            tuple(sums(400)[NUM_SUMS:]),
-            tuple(sums(400)[:NUM_SUMS]),
-            "benchmarks.align.measures:right_sum",
-            16,
+            "films", film_beginnings, "benchmarks.align.measures:favourable", 40,
+            {"dpo": (0.1, 0.03, 0.3), "sft": (None,), "ppo": (0.02, 0.0, 0.1)},
+            (), Size(24, 16, 4, 2, 3, 3), Size(3, 2, 1, 1, 1, 1),
+        ),
+        Task(
+            "sums", sums, "benchmarks.align.measures:right_sum", 16,
             {"grpo": (0.0,), "dapo": (0.0,), "rloo": (0.0,)},
-            ("grpo", "dapo", "rloo"),
-            Size(0, 32, 4, 2, 3, 1),
-            Size(0, 2, 1, 1, 1, 1),
+            ("grpo", "dapo", "rloo"), Size(0, 32, 4, 2, 3, 1), Size(0, 2, 1, 1, 1, 1),
         ),
     )
 }  # fmt: skip
@@ -124,12 +130,23 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a method. penalty: beta, or the weight of the KL penalty."""
+    """A run of a method, such as ``dpo``, or ``dpo+humanline`` with that option. penalty: beta, or
+    the weight of the KL penalty.
+    """
 
     library: Library
     method: str
     penalty: float | None
     seed: int
+
+    @property
+    def trained(self) -> str:
+        """The method without an option."""
+        return self.method.partition("+")[0]
+
+    @property
+    def is_offline(self) -> bool:
+        return self.trained in ROWS
 
     @property
     def name(self) -> str:
@@ -174,11 +191,12 @@ def store(file: Path, result: Row) -> None:
     aside.replace(file)
 
 
-def make_rows(folder: Path, model: Path, max_new_tokens: int) -> None:
+def make_rows(folder: Path, model: Path, task: Task) -> None:
     """Write the answers of the reference as rows of each kind."""
+    score = SCORES[task.name][0]
     answers = sample_answers(
         folder / "train.jsonl", model, folder / "answers.jsonl",
-        NUM_ANSWERS, max_new_tokens, "float32",
+        NUM_ANSWERS, task.max_new_tokens, "float32",
     )  # fmt: skip
     by_prompt: dict[str, list[Row]] = {}
     for row in answers:
@@ -186,8 +204,9 @@ def make_rows(folder: Path, model: Path, max_new_tokens: int) -> None:
             by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
     rows: dict[str, list[Row]] = {name: [] for name, _ in ROWS.values()}
     for prompt, sampled in by_prompt.items():
-        ordered = sorted(sampled, key=lambda row: -vader(row["completion"]))
-        texts, half = [row["completion"] for row in ordered], len(ordered) // 2
+        rewards = score([[{"role": "assistant", "content": r["completion"]}] for r in sampled])
+        ordered = sorted(zip(rewards, sampled, strict=True), key=lambda scored: -scored[0])
+        texts, half = [row["completion"] for _, row in ordered], len(ordered) // 2
         for place, text in enumerate(texts):
             answer = {"prompt": json.loads(prompt), "completion": text}
             rows["thumbs"].append(answer | {"label": place < half})
@@ -212,18 +231,13 @@ class Frontier:
         self.folder, self.task, self.size, self.peer, self.say = folder, task, size, peer, say
         folder.mkdir(parents=True, exist_ok=True)
         self.model = assets.smollm2()
-        for name, texts in (("train", task.train), ("held", task.held_out)):
-            write(folder / f"{name}.jsonl", [{"prompt": chat(text)} for text in texts])
+        train, held_out = ([chat(text) for text in texts] for texts in task.questions())
+        write(folder / "train.jsonl", [{"prompt": prompt} for prompt in train])
         if task.methods.keys() & ROWS.keys():
-            make_rows(folder, self.model, task.max_new_tokens)
-        self.films_file = folder / "films.json"
-        if not self.films_file.exists():
-            FilmScore.fit(assets.film_reviews(25_000)).save(self.films_file)
-        self.scores = scores_of(task.name, self.films_file)
+            make_rows(folder, self.model, task)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        prompts = [chat(text) for text in task.held_out]
-        self.held_out = HeldOut.of(self.tokenizer, prompts, task.max_new_tokens, size.samples)
+        self.held_out = HeldOut.of(self.tokenizer, held_out, task.max_new_tokens, size.samples)
 
     def result_file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -237,11 +251,11 @@ class Frontier:
 
     def measure(self, policy: Any, **progress: Any) -> Point:
         return self.held_out.measure(
-            policy, self.reference, self.tokenizer, self.scores, **progress
+            policy, self.reference, self.tokenizer, SCORES[self.task.name], **progress
         )
 
     def steps_of(self, case: Case) -> int:
-        return self.size.steps if case.method in ROWS else self.size.rounds
+        return self.size.steps if case.is_offline else self.size.rounds
 
     def measured(self, case: Case) -> list[int]:
         steps, number = self.steps_of(case), self.size.measured
@@ -261,7 +275,7 @@ class Frontier:
             start = time.perf_counter()
             ours = case.library == "valence"
             make: Callable[[Case], Row] = self._train if ours else self._train_in_trl
-            result: Row = {**asdict(case), "samples": case.method not in ROWS, **make(case)}
+            result: Row = {**asdict(case), "samples": not case.is_offline, **make(case)}
             store(file, result)
             last = Point(**result["points"][-1])
             self.say(
@@ -271,22 +285,16 @@ class Frontier:
         return json.loads(file.read_text())
 
     def recipe(self, case: Case) -> Row:
-        method = case.method
+        method = case.trained
         losses: dict[str, Row] = {
             "kto": {"beta": case.penalty, **z0_of_trl(ROWS["kto"][1])},
             "dpo": {"beta": case.penalty},
             "sft": {},
             "online_dpo": {"beta": case.penalty},
+            "ppo": {"kl_beta": case.penalty},
         }
         rows, batch_size = ROWS.get(method, ("train", BATCH))
-        online = {
-            "reward": self.task.reward,
-            "rollout": {
-                "num_rollouts": NUM_ANSWERS,
-                "max_new_tokens": self.task.max_new_tokens,
-            },
-        }
-        return {
+        recipe: Row = {
             "method": method,
             "model": {"name": str(self.model), "dtype": "float32"},
             "data": {"train": str(self.folder / f"{rows}.jsonl"), "max_length": 128},
@@ -295,11 +303,20 @@ class Frontier:
                 "batch_size": batch_size, "max_steps": self.steps_of(case), "seed": case.seed,
                 "learning_rate": RATES.get(method, ONLINE_RATE), "schedule": "constant",
                 "warmup": 0, "clip_norm": 1.0, "compile": "off",
-                **({"drop_last": True} if method in ROWS else {}),
             },
             "run": {"dir": str(self.folder / "run"), "save_every": 1_000_000},
-            **({} if method in ROWS else online),
         }  # fmt: skip
+        if case.method == "dpo+humanline":  # with the settings of its authors
+            recipe["loss"] |= {"humanline": [-1.0, 1.5]}
+            recipe["reference"] = {"sync_every": 1}
+        if case.is_offline:
+            recipe["train"]["drop_last"] = True
+        else:
+            recipe["reward"] = self.task.reward
+            recipe["rollout"] = {
+                "num_rollouts": NUM_ANSWERS, "max_new_tokens": self.task.max_new_tokens
+            }  # fmt: skip
+        return recipe
 
     def _train(self, case: Case) -> Row:
         start = time.perf_counter()
@@ -325,10 +342,10 @@ class Frontier:
             "dapo": {**sampling, "loss_type": "dapo", "epsilon_high": 0.28},
             "rloo": sampling,
         }
-        batch = ROWS[case.method][1] if case.method in ROWS else BATCH * NUM_ANSWERS
+        batch = ROWS[case.method][1] if case.is_offline else BATCH * NUM_ANSWERS
         job = {
             "task": self.task.name, "trainer": case.method, "model": str(self.model),
-            "films": str(self.films_file), "held_out": asdict(self.held_out),
+            "held_out": asdict(self.held_out),
             "steps": self.steps_of(case), "rows": ours["rows"], "measured": self.measured(case),
             "learning_rate": RATES.get(case.method, ONLINE_RATE), "seed": case.seed,
             "config": configs.get(case.method, {"beta": case.penalty}), "batch": batch,
@@ -365,7 +382,7 @@ class Measuring(valence.Callback):
         sampler = run.prepared.sampler
         for step in range(run.total_steps):
             indices, _ = sampler.step(step)
-            if self.case.method in ROWS:
+            if self.case.is_offline:
                 self.rows += [trl_row(sampler.units[i]) for i in indices]
             else:
                 prompts = run.prepared.corpora["train"].loaded.examples

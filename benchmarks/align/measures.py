@@ -5,14 +5,12 @@ Both libraries import this module, so it needs only PyTorch and vaderSentiment.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -62,8 +60,7 @@ def bare_number(completions: Sequence[Turns], **_: Any) -> list[float]:
 class FilmScore:
     """The probability that a text is a favourable film review, by naive Bayes over its words.
 
-    The reward that no method trains on: it shows whether a method has learned to please VADER, or
-    to write more positively. prior, weights: log odds of a review and of its words.
+    prior, weights: log odds of a review and of its words.
     """
 
     prior: float
@@ -83,29 +80,32 @@ class FilmScore:
         weights = {word: math.log(share(word, True) / share(word, False)) for word in words}
         return cls(math.log(number[1] / number[0]), weights)
 
-    def __call__(self, completions: Sequence[Turns], **_: Any) -> list[float]:
-        return [self.of(turns[-1]["content"]) for turns in completions]
-
     def of(self, text: str) -> float:
         words = set(WORD.findall(text.lower()))
         return 1 / (1 + math.exp(-self.prior - sum(self.weights.get(w, 0.0) for w in words)))
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def load(cls, path: Path) -> FilmScore:
-        return cls(**json.loads(path.read_text()))
+@cache
+def _films() -> FilmScore:
+    from examples.demo import assets
+
+    return FilmScore.fit(assets.film_reviews(25_000))
+
+
+def favourable(completions: Sequence[Turns], **_: Any) -> list[float]:
+    """A reward: the probability that a completion is a favourable film review."""
+    return [_films().of(turns[-1]["content"]) for turns in completions]
 
 
 Score = Callable[..., list[float]]
 
 
-def scores_of(task: str, films: Path) -> tuple[Score, Score]:
-    """What methods train on, and a score that none of them trains on."""
-    if task == "sums":
-        return right_sum, bare_number
-    return positive, FilmScore.load(films)
+SCORES: dict[str, tuple[Score, Score]] = {
+    "positive": (positive, favourable),
+    "films": (favourable, positive),
+    "sums": (right_sum, bare_number),
+}
+"""Of each task: what methods train on, and a score that none of them trains on."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,19 +23,19 @@ from benchmarks.align.summary import (
 )
 from benchmarks.peers import ROOT
 
-RESULTS = Path(__file__).parent / "results.json"
-AMOUNTS = Path(__file__).parent / "amounts.json"
-SUMS = Path(__file__).parent / "sums.json"
+FOLDER = Path(__file__).parent
+AMOUNTS = FOLDER / "amounts.json"
 PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
 NAMES = {"valence": "Valence", "trl": "TRL"}
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 50, 40
 
 
-def table(summaries: Sequence[MethodSummary], start: Point) -> str:
+def table(summaries: Sequence[MethodSummary], start: Point, other: str) -> str:
+    """other: the name of the score that was not trained on."""
     lines = [
         "| method | library | runs | mean over 0 to 10 nats | at 5 nats | at 10 nats "
-        "| in equal time | film score | seconds |",
+        f"| in equal time | {other} | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         f"| reference | | | {start.reward:.3f} | | | | {start.other:.3f} | |",
     ]
@@ -205,8 +206,27 @@ def sums_table(results: Mapping[str, Row], start: Point) -> str:
     return "\n".join(lines)
 
 
+def rewards_section(results: Mapping[str, Row], start: Point, *, other: str) -> str:
+    """The frontiers in words and as a table."""
+    summaries = summarize(results, start)
+    facts = [f"- {fact}" for fact in comparison(summaries)]
+    return "\n".join([*facts, *([""] if facts else []), table(summaries, start, other)])
+
+
+SECTIONS: dict[str, Callable[[Mapping[str, Row], Point], str]] = {
+    "positive": partial(rewards_section, other="film score"),
+    "films": partial(rewards_section, other="VADER"),
+    "sums": sums_table,
+}
+"""Of the tasks."""
+
+
+def results_file(task: str) -> Path:
+    return FOLDER / f"{task}.json"
+
+
 def publish(file: Path, start: Row, results: Mapping[str, Row]) -> None:
-    """Add results to ``RESULTS``, ``AMOUNTS`` or ``SUMS``, then write the page and the figure.
+    """Add results to a file, then write the page and the figure.
 
     Results that are there stay, if the reference has answered as it does now.
     """
@@ -220,19 +240,20 @@ def publish(file: Path, start: Row, results: Mapping[str, Row]) -> None:
 
 def files() -> dict[Path, str]:
     """The page and the figure, from the results."""
-    record = json.loads(RESULTS.read_text("utf-8"))
-    results, start = record["runs"], Point(**record["start"])
-    summaries = summarize(results, start)
-    facts = "\n".join(f"- {fact}" for fact in comparison(summaries))
-    amounts, sums = (json.loads(file.read_text("utf-8")) for file in (AMOUNTS, SUMS))
+    blocks: dict[str, str] = {}
+    figures: dict[Path, str] = {}
+    for task, section in SECTIONS.items():
+        record = json.loads(results_file(task).read_text("utf-8"))
+        results, start = record["runs"], Point(**record["start"])
+        blocks[task] = section(results, start)
+        if task == "positive":
+            figures[FIGURE] = figure(results, start)
+    amounts = json.loads(AMOUNTS.read_text("utf-8"))
+    blocks["amounts"] = amounts_table(amounts["runs"], amounts["start"])
+    blocks["noise"] = noise_table(amounts["runs"], amounts["start"])
     text = PAGE.read_text("utf-8")
-    for name, block in (
-        ("results", f"{facts}\n\n{table(summaries, start)}"),
-        ("amounts", amounts_table(amounts["runs"], amounts["start"])),
-        ("noise", noise_table(amounts["runs"], amounts["start"])),
-        ("sums", sums_table(sums["runs"], Point(**sums["start"]))),
-    ):
+    for name, block in blocks.items():
         before, begin, rest = text.partition(f"<!-- {name}: begin -->")
         _, end, after = rest.partition(f"<!-- {name}: end -->")
         text = f"{before}{begin}\n\n{block}\n\n{end}{after}"
-    return {PAGE: text, FIGURE: figure(results, start)}
+    return {PAGE: text, **figures}

@@ -27,7 +27,7 @@ import trl
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.align.measures import HeldOut, Point, scores_of
+from benchmarks.align.measures import SCORES, HeldOut, Point
 from benchmarks.parity.trl_side import PLAIN, TEXT_COLUMNS, spelled, tokenizer_of_ids
 
 SAMPLING = {
@@ -48,7 +48,7 @@ class Measuring(TrainerCallback):
     def __init__(self, job: dict[str, Any]) -> None:
         self.steps = set(job["measured"])
         self.held_out = HeldOut(**job["held_out"])
-        self.scores = scores_of(job["task"], Path(job["films"]))
+        self.scores = SCORES[job["task"]]
         self.batch = job["batch"] if job["trainer"] in SAMPLING else 0
         self.reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(job["model"])

@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import httpx
 import torch
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -135,6 +134,8 @@ def _hub_answers() -> bool:
     """Whether the hub serves this model's files within a few seconds."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         return False
+    import httpx  # not in the environments of other libraries, which read the data only
+
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     with suppress(httpx.HTTPError):
         url = f"{endpoint}/{HUB_ID}/resolve/main/config.json"
