@@ -350,19 +350,37 @@ class Frontier:
             "learning_rate": RATES.get(case.method, ONLINE_RATE), "seed": case.seed,
             "config": configs.get(case.method, {"beta": case.penalty}), "batch": batch,
         }  # fmt: skip
-        files = self.folder / "job.json", self.folder / "trl.json"
-        files[0].write_text(json.dumps(job))
-        files[1].unlink(missing_ok=True)
-        command = [str(self.peer), "-m", "benchmarks.align.trl_side", *map(str, files)]
-        environment = peer_environment() | {
-            "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"
-        }  # fmt: skip
-        process = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
-        return json.loads(files[1].read_text())
+        return run_trl(self.peer, job, self.folder)
+
+
+def run_trl(peer: Path, job: Row, folder: Path) -> Row:
+    """The result of a job of TRL. The files of both stay in the folder."""
+    files = folder / "job.json", folder / "trl.json"
+    files[0].write_text(json.dumps(job))
+    files[1].unlink(missing_ok=True)
+    command = [str(peer), "-m", "benchmarks.align.trl_side", *map(str, files)]
+    environment = peer_environment() | {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"
+    }  # fmt: skip
+    process = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-4000:]}")
+    return json.loads(files[1].read_text())
+
+
+def training_rows(run: Any) -> list[Row]:
+    """The rows of a run in the format of TRL, in the order of the steps."""
+    sampler, rows = run.prepared.sampler, list[Row]()
+    for step in range(run.total_steps):
+        indices, _ = sampler.step(step)
+        if run.prepared.method.online:
+            prompts = run.prepared.corpora["train"].loaded.examples
+            rows += [{"prompt": [dict(m) for m in prompts[i].prompt.messages]} for i in indices]
+        else:
+            rows += [trl_row(sampler.units[i]) for i in indices]
+    return rows
 
 
 class Measuring(valence.Callback):
@@ -378,17 +396,7 @@ class Measuring(valence.Callback):
         self.seconds, self.since = 0.0, start
 
     def on_start(self, run: Any) -> None:
-        """Note the rows in the order of the steps."""
-        sampler = run.prepared.sampler
-        for step in range(run.total_steps):
-            indices, _ = sampler.step(step)
-            if self.case.is_offline:
-                self.rows += [trl_row(sampler.units[i]) for i in indices]
-            else:
-                prompts = run.prepared.corpora["train"].loaded.examples
-                self.rows += [
-                    {"prompt": [dict(m) for m in prompts[i].prompt.messages]} for i in indices
-                ]
+        self.rows = training_rows(run)
 
     def on_step(self, run: Any) -> None:
         self.seconds += time.perf_counter() - self.since

@@ -57,39 +57,43 @@ def bare_number(completions: Sequence[Turns], **_: Any) -> list[float]:
 
 
 @dataclass(frozen=True)
-class FilmScore:
-    """The probability that a text is a favourable film review, by naive Bayes over its words.
+class WordScore:
+    """Tells good texts from bad ones, by naive Bayes over their words.
 
-    prior, weights: log odds of a review and of its words.
+    prior, weights: log odds of a text and of its words.
     """
 
     prior: float
     weights: dict[str, float]
 
     @classmethod
-    def fit(cls, reviews: Iterable[tuple[str, bool]]) -> FilmScore:
+    def fit(cls, texts: Iterable[tuple[str, bool]]) -> WordScore:
         counts, number = (Counter[str](), Counter[str]()), [0, 0]
-        for text, liked in reviews:
-            number[liked] += 1
-            counts[liked].update(set(WORD.findall(text.lower())))
+        for text, is_good in texts:
+            number[is_good] += 1
+            counts[is_good].update(set(WORD.findall(text.lower())))
         words = [w for w in counts[0] | counts[1] if counts[0][w] + counts[1][w] >= MIN_COUNT]
 
-        def share(word: str, liked: bool) -> float:
-            return (counts[liked][word] + 1) / (number[liked] + 2)
+        def share(word: str, is_good: bool) -> float:
+            return (counts[is_good][word] + 1) / (number[is_good] + 2)
 
         weights = {word: math.log(share(word, True) / share(word, False)) for word in words}
         return cls(math.log(number[1] / number[0]), weights)
 
-    def of(self, text: str) -> float:
+    def log_odds(self, text: str) -> float:
         words = set(WORD.findall(text.lower()))
-        return 1 / (1 + math.exp(-self.prior - sum(self.weights.get(w, 0.0) for w in words)))
+        return self.prior + sum(self.weights.get(word, 0.0) for word in words)
+
+    def of(self, text: str) -> float:
+        """The probability that a text is good."""
+        return 1 / (1 + math.exp(-self.log_odds(text)))
 
 
 @cache
-def _films() -> FilmScore:
+def _films() -> WordScore:
     from examples.demo import assets
 
-    return FilmScore.fit(assets.film_reviews(25_000))
+    return WordScore.fit(assets.film_reviews(25_000))
 
 
 def favourable(completions: Sequence[Turns], **_: Any) -> list[float]:
@@ -244,6 +248,21 @@ def divergence(
         p, q = (_log_probabilities(model, ids, mask) for model in (policy, reference))
         total += (p.exp() * (p - q)).sum().item()
     return total / len(rows)
+
+
+def answer_logps(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[float]:
+    """The log-probability of each answer to its prompt."""
+    logps: list[float] = []
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([[*prompt, *answer]])
+            mask = torch.arange(ids.shape[1])[None] >= len(prompt) - 1
+            mask[0, -1] = False
+            logp = _log_probabilities(model, ids, mask)
+            logps.append(logp.gather(1, torch.tensor(answer)[:, None]).sum().item())
+    return logps
 
 
 def _log_probabilities(model: Any, ids: Tensor, mask: Tensor) -> Tensor:

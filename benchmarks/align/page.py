@@ -22,9 +22,12 @@ from benchmarks.align.summary import (
     within,
 )
 from benchmarks.peers import ROOT
+from valence.evaluation.win_rate import Estimate as Rate
+from valence.evaluation.win_rate import length_controlled_rate, win_rate
+from valence.reports.form import RatedAnswers, compare_with_form
 
 FOLDER = Path(__file__).parent
-AMOUNTS = FOLDER / "amounts.json"
+AMOUNTS, PAIRS = FOLDER / "amounts.json", FOLDER / "pairs.json"
 PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
 NAMES = {"valence": "Valence", "trl": "TRL"}
 COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
@@ -206,6 +209,53 @@ def sums_table(results: Mapping[str, Row], start: Point) -> str:
     return "\n".join(lines)
 
 
+def pairs_table(results: Mapping[str, Row], start: Row) -> str:
+    """Of each method, over all folds: how it ranks held-out pairs, and how often its answers win.
+
+    start: how many pairs there are.
+    """
+    lines = [
+        "| method | library | pairs | ranked right | beyond length and form | wins | wins at equal "
+        "length | tokens | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    runs = list(results.values())
+    for library, method in dict.fromkeys((run["library"], run["method"]) for run in runs):
+        chosen = [run for run in runs if (run["library"], run["method"]) == (library, method)]
+
+        def joined(name: str, chosen: Sequence[Row] = chosen) -> list[Any]:
+            return [value for run in chosen for value in run[name]]
+
+        margins = joined("margins")
+        form = compare_with_form(
+            RatedAnswers(
+                kind="pairs",
+                labels=[1.0] * len(margins),
+                rewards=margins,
+                before=None if chosen[0]["before"] is None else joined("before"),
+                forms=joined("forms"),
+                groups=joined("groups"),
+            )
+        )
+        right = win_rate([float(margin > 0) for margin in margins])
+        preferences, differences = joined("preferences"), joined("differences")
+        wins = win_rate(preferences)
+        at_equal_length = length_controlled_rate(preferences, differences)
+        cells = [
+            method, NAMES[library], f"{len(margins)} of {start['pairs']}", share(right),
+            f"{form.correlation:.2f} [{form.low:.2f}, {form.high:.2f}]", share(wins),
+            share(at_equal_length), f"{fmean(run['length'] for run in chosen):.0f}",
+            f"{fmean(run['seconds'] for run in chosen):.0f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def share(rate: Rate) -> str:
+    """A share with its 95 % interval."""
+    return f"{rate.value:.0%} [{rate.low:.0%}, {rate.high:.0%}]"
+
+
 def rewards_section(results: Mapping[str, Row], start: Point, *, other: str) -> str:
     """The frontiers in words and as a table."""
     summaries = summarize(results, start)
@@ -250,6 +300,8 @@ def files() -> dict[Path, str]:
             figures[FIGURE] = figure(results, start)
     amounts = json.loads(AMOUNTS.read_text("utf-8"))
     blocks["amounts"] = amounts_table(amounts["runs"], amounts["start"])
+    pairs = json.loads(PAIRS.read_text("utf-8"))
+    blocks["pairs"] = pairs_table(pairs["runs"], pairs["start"])
     blocks["noise"] = noise_table(amounts["runs"], amounts["start"])
     text = PAGE.read_text("utf-8")
     for name, block in blocks.items():

@@ -2,7 +2,8 @@
 
 Usage: python -m benchmarks.align.trl_side JOB.json RESULT.json
 
-Rows of KTO and DPO are token ids, in the order in which Valence has trained on them.
+Rows of KTO and DPO are token ids, in the order in which Valence has trained on them. With an
+adapter, its base is the reference, and it is saved.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +26,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, disable_progress_bars
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.align.measures import SCORES, HeldOut, Point
@@ -70,8 +72,12 @@ class Measuring(TrainerCallback):
 
 
 def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
+    def load() -> Any:
+        dtype = getattr(torch, job.get("dtype", "float32"))
+        return AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
+
     measuring = Measuring(job)
-    policy = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    policy = load()
     measuring.policy = policy
     arguments = PLAIN | {
         "output_dir": scratch, "max_steps": job["steps"], "learning_rate": job["learning_rate"],
@@ -100,7 +106,11 @@ def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
         ]
         trainer = kind(
             args=config(train_sampling_strategy="sequential", max_length=512, **arguments),
-            ref_model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+            **(
+                {"peft_config": LoraConfig(task_type="CAUSAL_LM", **job["adapter"])}
+                if "adapter" in job
+                else {"ref_model": load()}
+            ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer_of_ids(policy.config.vocab_size, job["held_out"]["end"]),
             **common,
@@ -119,6 +129,8 @@ def main(job_file: str, result_file: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         trainer, measuring = trainer_of(job, scratch)
         trainer.train()
+    if "adapter" in job:
+        trainer.model.save_pretrained(job["save"])
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
     result = {
