@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.align.amounts import Case, as_thumbs, choose, choose_pairs, thumbs_of
 from benchmarks.align.frontier import TASKS
 from benchmarks.align.measures import (
-    FilmScore,
     HeldOut,
     Point,
+    WordScore,
+    answer_logps,
     bare_number,
     divergence,
     right_sum,
     vader,
 )
-from benchmarks.align.page import amounts_table, comparison, files, noise_table, sums_table
+from benchmarks.align.page import (
+    amounts_table,
+    comparison,
+    files,
+    noise_table,
+    pairs_table,
+    sums_table,
+)
 from benchmarks.align.summary import area, disagreement, frontier, summarize, within
 
 START = Point(0, 0.0, 0.2, 0.5, 0.0, 30.0, "")
@@ -109,6 +118,18 @@ def test_the_divergence_is_that_of_the_definition() -> None:
         assert divergence(policy, policy, prompts, completions) == 0.0
 
 
+def test_the_log_probability_of_an_answer_is_that_of_its_tokens() -> None:
+    policy, _ = two_models()
+    rows = [([3, 4, 5], [6, 7, 2]), ([8], [9])]
+    expected: list[float] = []
+    for prompt, answer in rows:
+        logps = policy(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
+        places = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        expected.append(sum(logps[t, a].item() for t, a in zip(places, answer, strict=True)))
+    prompts, answers = zip(*rows, strict=True)
+    assert answer_logps(policy, prompts, answers) == pytest.approx(expected, rel=1e-4)
+
+
 def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() -> None:
     policy, _ = two_models()
     held = HeldOut([], [], end=2, max_new_tokens=6, samples=1, seed=0)
@@ -126,17 +147,13 @@ def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() ->
 
 
 def test_scores_tell_praise_from_complaint() -> None:
-    reviews = [("a wonderful warm film", True), ("a dull cold film", False)] * 10
-    films = FilmScore.fit(reviews)
-    assert films.of("wonderful") > 0.9 > 0.1 > films.of("dull")
-    assert films.of("a film") == pytest.approx(0.5)
+    texts = [("a wonderful warm film", True), ("a dull cold film", False)] * 10
+    words = WordScore.fit(texts)
+    assert words.of("wonderful") > 0.9 > 0.1 > words.of("dull")
+    assert words.of("a film") == pytest.approx(0.5)
+    # a word is in 10 of 10 good texts and in none of 10 bad ones
+    assert words.log_odds("A WONDERFUL unseen film") == pytest.approx(math.log(11 / 12 * 12))
     assert vader("What a wonderful day!") > 0.5 > -0.5 > vader("What a horrible day!")
-
-
-def test_the_film_score_is_stored(tmp_path: Path) -> None:
-    films = FilmScore.fit([("good", True), ("bad", False)] * 10)
-    films.save(tmp_path / "films.json")
-    assert FilmScore.load(tmp_path / "films.json") == films
 
 
 THUMBS = [{"prompt": k, "completion": str(k), "label": k % 3 == 0} for k in range(300)]
@@ -222,10 +239,9 @@ def test_a_sum_is_right_if_its_last_number_is() -> None:
 
 
 def test_held_out_sums_are_not_trained_on() -> None:
-    task = TASKS["sums"]
-    assert len(set(task.train)) == 304
-    assert len(set(task.held_out)) == 96
-    assert not set(task.train) & set(task.held_out)
+    train, held_out = map(set, TASKS["sums"].questions())
+    assert (len(train), len(held_out)) == (304, 96)
+    assert not train & held_out
 
 
 def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:
@@ -243,6 +259,33 @@ def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:
     assert ours[:2] == ["dapo", "Valence"]
     assert (ours[3][:5], ours[4][:5], ours[6]) == ("0.300", "0.400", "1.0")
     assert (theirs[3][:5], theirs[4][:5], theirs[6]) == ("0.300", "0.400", "2.0")
+
+
+def test_the_table_of_pairs_joins_the_folds() -> None:
+    rng = random.Random(0)
+
+    def run(fold: int, informative: bool) -> Any:
+        margins = [1.0 if informative else rng.gauss(0, 1) for _ in range(30)]
+        margins[0] = -1.0
+        return {
+            "library": "valence", "method": "dpo" if informative else "ipo", "fold": fold,
+            "margins": margins, "before": None, "groups": [f"{fold} {k}" for k in range(30)],
+            "forms": [[rng.gauss(0, 50), 0.0] for _ in range(30)], "length": 10.0 + 10 * fold,
+            "preferences": [1.0] * 24 + [0.0] * 6, "differences": [0] * 30,
+        }  # fmt: skip
+
+    runs = {f"{good}{fold}": run(fold, good) for good in (True, False) for fold in range(2)}
+    good, noise = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in pairs_table(runs, {"pairs": 90}).splitlines()[-2:]
+    )
+    assert good[:4] == ["dpo", "Valence", "60 of 90", good[3]]
+    assert good[3].startswith("97% [")
+    assert (good[5][:3], good[6][:3], good[7]) == ("80%", "80%", "15")
+    low, high = (float(value) for value in good[4].split("[")[1].strip("]").split(","))
+    assert low > 0 < high
+    low, high = (float(value) for value in noise[4].split("[")[1].strip("]").split(","))
+    assert low < 0 < high
 
 
 def test_the_table_of_wrong_pairs_has_a_column_for_each_share() -> None:

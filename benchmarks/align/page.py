@@ -216,8 +216,8 @@ def pairs_table(results: Mapping[str, Row], start: Row) -> str:
     """
     lines = [
         "| method | library | pairs | ranked right | beyond length and form | wins | wins at equal "
-        "length | tokens | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "length | tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     runs = list(results.values())
     for library, method in dict.fromkeys((run["library"], run["method"]) for run in runs):
@@ -245,7 +245,6 @@ def pairs_table(results: Mapping[str, Row], start: Row) -> str:
             method, NAMES[library], f"{len(margins)} of {start['pairs']}", share(right),
             f"{form.correlation:.2f} [{form.low:.2f}, {form.high:.2f}]", share(wins),
             share(at_equal_length), f"{fmean(run['length'] for run in chosen):.0f}",
-            f"{fmean(run['seconds'] for run in chosen):.0f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -44,7 +44,7 @@ from valence.reports.form import form_of
 METHODS = ("kto", "dpo", "simpo", "ipo", "bco")
 ON_THUMBS = ("kto", "bco")
 IN_TRL = ("kto", "dpo")
-FOLDS, PASSES = 3, 3
+FOLDS, PASSES = 3, 2
 MAX_LENGTH, MAX_NEW_TOKENS = 512, 160
 RANK, ALPHA, BETA = 16, 32, 0.1
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -134,12 +134,19 @@ class Pairs:
         held_out = self.pairs[case.fold :: FOLDS]
         return [row for row in self.pairs if row not in held_out], held_out
 
-    def answers_before(self, fold: int, held_out: HeldOut) -> list[str]:
-        file = self.folder / f"before-{fold}.json"
+    def logps(self, model: Any, rows: Sequence[Row]) -> list[list[float]]:
+        """Log-probabilities of the chosen and of the rejected answers."""
+        prompts, answers = zip(*map(self.ids, rows), strict=True)
+        return [answer_logps(model, prompts, [pair[side] for pair in answers]) for side in (0, 1)]
+
+    def before(self, case: Case, held_out: HeldOut) -> Row:
+        """Answers and log-probabilities of the reference."""
+        file = self.folder / f"before-{case.fold}.json"
         if not file.exists():
             texts, _, _ = held_out.complete(self.reference, self.reference, self.tokenizer)
-            store(file, {"texts": texts})
-        return json.loads(file.read_text())["texts"]
+            _, rows = self.rows_of(case)
+            store(file, {"texts": texts, "logps": self.logps(self.reference, rows)})
+        return json.loads(file.read_text())
 
     def measure(self, policy: Any, case: Case) -> Row:
         """Margins on the held-out pairs, and answers to their prompts.
@@ -150,42 +157,34 @@ class Pairs:
         training. differences: of their lengths in characters.
         """
         _, rows = self.rows_of(case)
-        prompts, answers = zip(*map(self.ids, rows), strict=True)
         policy.eval()
-        chosen, rejected = (
-            [
-                answer_logps(model, prompts, [pair[side] for pair in answers])
-                for model in (policy, self.reference)
-            ]
-            for side in (0, 1)
-        )
-        counts = [[len(answer) for answer in pair] for pair in answers]
-        margins, before, forms = [], [], []
-        for k, row in enumerate(rows):
-            after, earlier = (
-                chosen[m][k] / counts[k][0] - rejected[m][k] / counts[k][1]
-                if case.method == "simpo"
-                else chosen[m][k] - rejected[m][k]
-                for m in (0, 1)
-            )
-            margins.append(after if case.method == "simpo" else after - earlier)
-            before.append(earlier)
-            features = [
-                [float(count), *form_of(row[side]).values()]
-                for side, count in zip(("chosen", "rejected"), counts[k], strict=True)
-            ]
-            forms.append([a - b for a, b in zip(*features, strict=True)])
         held_out = HeldOut.of(self.tokenizer, [row["prompt"] for row in rows], MAX_NEW_TOKENS, 1)
-        earlier_texts = self.answers_before(case.fold, held_out)
+        before = self.before(case, held_out)
+        counts = [[len(answer) for answer in answers] for _, answers in map(self.ids, rows)]
+        per_token = case.method == "simpo"
+        after, earlier = (
+            [
+                chosen / n_chosen - rejected / n_rejected if per_token else chosen - rejected
+                for chosen, rejected, (n_chosen, n_rejected) in zip(*logps, counts, strict=True)
+            ]
+            for logps in (self.logps(policy, rows), before["logps"])
+        )
+        forms = [
+            [
+                [float(count), *form_of(row[side]).values()]
+                for side, count in zip(("chosen", "rejected"), both, strict=True)
+            ]
+            for row, both in zip(rows, counts, strict=True)
+        ]
         texts, completions, kl = held_out.complete(policy, self.reference, self.tokenizer)
-        both = list(zip(texts, earlier_texts, strict=True))
+        both = list(zip(texts, before["texts"], strict=True))
         return {
-            "margins": margins,
-            "before": before if case.method == "simpo" else None,
-            "forms": forms,
+            "margins": after if per_token else [a - b for a, b in zip(after, earlier, strict=True)],
+            "before": earlier if per_token else None,
+            "forms": [[a - b for a, b in zip(*sides, strict=True)] for sides in forms],
             "groups": [json.dumps(row["prompt"]) for row in rows],
-            "preferences": [self.preference(text, earlier) for text, earlier in both],
-            "differences": [len(text) - len(earlier) for text, earlier in both],
+            "preferences": [self.preference(text, old) for text, old in both],
+            "differences": [len(text) - len(old) for text, old in both],
             "length": fmean(map(len, completions)),
             "kl": kl,
         }

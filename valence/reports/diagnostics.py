@@ -137,9 +137,9 @@ THRESHOLDS: dict[str, float] = {
     # second 4-gram is a repetition, which happens only in loops.
     "distinct_4grams": 0.5,
     # Share of completions that equal another one of their round, where completions have on average
-    # at least this many tokens. Short answers ("yes") repeat in healthy runs.
+    # at least this many tokens. Short answers ("yes", "4 + 10 = 14.") repeat in healthy runs.
     "duplicates": 0.5,
-    "duplicates/length": 8.0,
+    "duplicates/length": 16.0,
     # Rounds in a row: a single round may be an accident, and the estimate of the divergence (k3)
     # has rare, very large outliers.
     "rounds": 3,
