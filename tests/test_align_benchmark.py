@@ -19,7 +19,6 @@ from benchmarks.align.measures import (
     WordScore,
     answer_logps,
     bare_number,
-    divergence,
     right_sum,
     vader,
 )
@@ -100,9 +99,12 @@ def two_models() -> tuple[Any, Any]:
 
 def test_the_divergence_is_that_of_the_definition() -> None:
     policy, reference = two_models()
-    rows = [([3, 4, 5], [6, 7]), ([8], [9, 10, 11, 2]), ([3, 4], [2])]
+    prompts = [[3, 4, 5], [8], [3, 4]]
+    held = HeldOut([], [], end=2, max_new_tokens=30, samples=1, seed=1)
+    completions, kl = held.sample(policy, reference, prompts)
+    assert len({len(completion) for completion in completions}) > 1  # some have ended early
     expected = 0.0
-    for prompt, completion in rows:
+    for prompt, completion in zip(prompts, completions, strict=True):
         ids = [*prompt, *completion]
         logps = [m(torch.tensor([ids])).logits[0].log_softmax(-1) for m in (policy, reference)]
         for t in range(len(prompt) - 1, len(ids) - 1):
@@ -110,12 +112,8 @@ def test_the_divergence_is_that_of_the_definition() -> None:
             expected += sum(
                 torch.tensor(a).exp().item() * (a - b) for a, b in zip(p, q, strict=True)
             )
-    prompts, completions = zip(*rows, strict=True)
-    with torch.no_grad():
-        assert divergence(policy, reference, prompts, completions) == pytest.approx(
-            expected / 3, rel=1e-4
-        )
-        assert divergence(policy, policy, prompts, completions) == 0.0
+    assert kl == pytest.approx(expected / 3, rel=1e-4)
+    assert held.sample(policy, policy, prompts) == (completions, 0.0)
 
 
 def test_the_log_probability_of_an_answer_is_that_of_its_tokens() -> None:
@@ -133,11 +131,11 @@ def test_the_log_probability_of_an_answer_is_that_of_its_tokens() -> None:
 def test_samples_follow_the_distribution_and_depend_on_seed_and_place_alone() -> None:
     policy, _ = two_models()
     held = HeldOut([], [], end=2, max_new_tokens=6, samples=1, seed=0)
+    together, _ = held.sample(policy, policy, [[3, 4, 5], [8], [9, 3]])
+    alone, _ = held.sample(policy, policy, [[3, 4, 5]])
+    assert together[0] == alone[0]  # whatever the others and their padding
+    many, _ = held.sample(policy, policy, [[3, 4, 5]] * 4000)
     with torch.no_grad():
-        together = held.sample(policy, [[3, 4, 5], [8], [9, 3]])
-        alone = held.sample(policy, [[3, 4, 5]])
-        assert together[0] == alone[0]  # whatever the others and their padding
-        many = held.sample(policy, [[3, 4, 5]] * 4000)
         expected = policy(torch.tensor([[3, 4, 5]])).logits[0, -1].softmax(-1)
     for completion in many:
         assert 2 not in completion[:-1]

@@ -182,16 +182,22 @@ class HeldOut:
         """
         was_training = policy.training
         policy.eval()
-        with torch.no_grad():
-            prompts = [prompt for prompt in self.prompts for _ in range(self.samples)]
-            completions = self.sample(policy, prompts)
-            kl = divergence(policy, reference, prompts, completions)
+        prompts = [prompt for prompt in self.prompts for _ in range(self.samples)]
+        completions, kl = self.sample(policy, reference, prompts)
         policy.train(was_training)
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
         return texts, completions, kl
 
-    def sample(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """A completion of each prompt at temperature 1, with the token that ends it."""
+    @torch.no_grad()
+    def sample(
+        self, policy: Any, reference: Any, prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], float]:
+        """A completion of each prompt at temperature 1, with the token that ends it, and their KL
+        divergence from the reference (nats per completion).
+
+        mean over completions of sum_t sum_v p_t(v) * (log p_t(v) - log q_t(v)): exact over the
+        vocabulary at each sampled position.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         draws = torch.rand(
             len(prompts), self.max_new_tokens, generator=generator, dtype=torch.float64
@@ -203,70 +209,42 @@ class HeldOut:
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         completions: list[list[int]] = [[] for _ in prompts]
-        cache, positions = None, (mask.cumsum(1) - 1).clamp(min=0)
+        caches: list[Any] = [None, None]
+        positions, total = (mask.cumsum(1) - 1).clamp(min=0), 0.0
         for i in range(self.max_new_tokens):
-            out = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions,
-                past_key_values=cache, use_cache=True, logits_to_keep=1,
-            )  # fmt: skip
-            cache = out.past_key_values
-            cumulative = out.logits[:, -1].double().softmax(-1).cumsum(-1)
+            logits: list[Tensor] = []
+            for k, model in enumerate((policy, reference)):
+                out = model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions,
+                    past_key_values=caches[k], use_cache=True, logits_to_keep=1,
+                )  # fmt: skip
+                caches[k] = out.past_key_values
+                logits.append(out.logits[:, -1])
+            p, q = (values.float().log_softmax(-1) for values in logits)
+            is_open = [not completion or completion[-1] != self.end for completion in completions]
+            total += (p.exp() * (p - q)).sum(-1)[is_open].sum().item()
+            cumulative = logits[0].double().softmax(-1).cumsum(-1)
             ids = torch.searchsorted(cumulative, draws[:, i : i + 1] * cumulative[:, -1:])
             ids = ids.clamp(max=cumulative.shape[1] - 1)
-            for completion, token in zip(completions, ids[:, 0].tolist(), strict=True):
-                if not completion or completion[-1] != self.end:
-                    completion.append(token)
+            for row, token in enumerate(ids[:, 0].tolist()):
+                if is_open[row]:
+                    completions[row].append(token)
             if all(completion[-1] == self.end for completion in completions):
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             positions = positions[:, -1:] + 1
-        return completions
+        return completions, total / len(prompts)
 
 
-def divergence(
-    policy: Any,
-    reference: Any,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-) -> float:
-    """The KL divergence of sampled completions from the reference (nats per completion).
-
-    mean over completions of sum_t sum_v p_t(v) * (log p_t(v) - log q_t(v)): exact over the
-    vocabulary at each sampled position.
-    """
-    total = 0.0
-    rows = list(zip(prompts, completions, strict=True))
-    for first in range(0, len(rows), 8):
-        part = rows[first : first + 8]
-        longest = max(len(prompt) + len(completion) for prompt, completion in part)
-        ids, scored = torch.zeros(2, len(part), longest, dtype=torch.long)
-        for row, (prompt, completion) in enumerate(part):
-            end = len(prompt) + len(completion)
-            ids[row, :end] = torch.tensor([*prompt, *completion])
-            scored[row, len(prompt) - 1 : end - 1] = 1
-        mask = scored.bool()
-        p, q = (_log_probabilities(model, ids, mask) for model in (policy, reference))
-        total += (p.exp() * (p - q)).sum().item()
-    return total / len(rows)
-
-
+@torch.no_grad()
 def answer_logps(
     model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[float]:
     """The log-probability of each answer to its prompt."""
     logps: list[float] = []
-    with torch.no_grad():
-        for prompt, answer in zip(prompts, answers, strict=True):
-            ids = torch.tensor([[*prompt, *answer]])
-            mask = torch.arange(ids.shape[1])[None] >= len(prompt) - 1
-            mask[0, -1] = False
-            logp = _log_probabilities(model, ids, mask)
-            logps.append(logp.gather(1, torch.tensor(answer)[:, None]).sum().item())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+        logp = logits.float().log_softmax(-1)
+        logps.append(logp.gather(1, torch.tensor(answer)[:, None]).sum().item())
     return logps
-
-
-def _log_probabilities(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    """Log-probabilities of the next token where the mask is set: [N, V]. ids[S, T] are padded on
-    the right, which causal attention does not read."""
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    return logits[mask].float().log_softmax(-1)
