@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from benchmarks.crash.trial import differences, newest
 from tests.crash.helpers import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
-from valence import storage
+from valence import build_run, storage
 from valence.training import checkpoints, state_files
 from valence.training import folder as folders
 from valence.training.checkpoints import check
@@ -116,6 +116,19 @@ def test_any_operation_of_a_save_may_fail_once(
         index += stride
     assert index > 8 + stride
     assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= set(observed)
+
+
+def test_fit_returns_when_the_last_checkpoint_is_written(
+    place: Place, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may end here."""
+    saved_in_background(monkeypatch)
+    disk.call_for(lambda *_: time.sleep(0.02), tmp_path / "run" / "checkpoints")
+    sections: dict[str, Any] = SHORT | {"run": {"dir": str(tmp_path / "run")}}
+    run = build_run(place.recipe(KTO, **sections))
+    run.fit()
+    assert complete_checkpoints(tmp_path / "run")[-1] == run.step == 10
+    run.close()
 
 
 @pytest.mark.parametrize("background", [

@@ -51,7 +51,6 @@ def run_to_end(trainer: Trainer) -> Trainer:
             _open_cache(trainer)
             before, losses = _samples_before(trainer), losses_before_training(trainer)
             trainer.fit()
-            trainer.save()
             _report_end(trainer, folder)
             _check_weights(trainer)
             for phase in (

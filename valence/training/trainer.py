@@ -200,7 +200,8 @@ class Trainer:
     # Training
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step, with evaluations and checkpoints as the recipe says.
+        """Train to the last step, with evaluations and checkpoints as the recipe says. The last
+        checkpoint is written when it returns.
 
         Returns the metrics of the last evaluation, or the last record of the log if there was none.
 
@@ -268,6 +269,7 @@ class Trainer:
             raise self.stop.local.ended()
         if counters.step and counters.skipped_in_a_row == counters.step:
             raise self._not_finite()
+        self.save()  # the last checkpoint may still be being written
         return self.evaluations.get(self.step, last)
 
     # A training loop of the user
