@@ -178,7 +178,8 @@ class HeldOut:
     ) -> tuple[list[str], list[list[int]], float]:
         """Texts and tokens of the completions, and their KL divergence from the reference.
 
-        policy, reference: causal language models of transformers.
+        policy, reference: causal language models of transformers; without a reference, the divergence
+        is 0.
         """
         was_training = policy.training
         policy.eval()
@@ -193,7 +194,7 @@ class HeldOut:
         self, policy: Any, reference: Any, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], float]:
         """A completion of each prompt at temperature 1, with the token that ends it, and their KL
-        divergence from the reference (nats per completion).
+        divergence from the reference (nats per completion; 0 without a reference).
 
         mean over completions of sum_t sum_v p_t(v) * (log p_t(v) - log q_t(v)): exact over the
         vocabulary at each sampled position.
@@ -209,18 +210,19 @@ class HeldOut:
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         completions: list[list[int]] = [[] for _ in prompts]
-        caches: list[Any] = [None, None]
+        models = [policy] if reference is None else [policy, reference]
+        caches: list[Any] = [None for _ in models]
         positions, total = (mask.cumsum(1) - 1).clamp(min=0), 0.0
         for i in range(self.max_new_tokens):
             logits: list[Tensor] = []
-            for k, model in enumerate((policy, reference)):
+            for k, model in enumerate(models):
                 out = model(
                     input_ids=ids, attention_mask=mask, position_ids=positions,
                     past_key_values=caches[k], use_cache=True, logits_to_keep=1,
                 )  # fmt: skip
                 caches[k] = out.past_key_values
                 logits.append(out.logits[:, -1])
-            p, q = (values.float().log_softmax(-1) for values in logits)
+            p, q = (logits[k].float().log_softmax(-1) for k in (0, -1))
             is_open = [not completion or completion[-1] != self.end for completion in completions]
             total += (p.exp() * (p - q)).sum(-1)[is_open].sum().item()
             cumulative = logits[0].double().softmax(-1).cumsum(-1)

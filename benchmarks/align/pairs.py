@@ -143,7 +143,7 @@ class Pairs:
         """Answers and log-probabilities of the reference."""
         file = self.folder / f"before-{case.fold}.json"
         if not file.exists():
-            texts, _, _ = held_out.complete(self.reference, self.reference, self.tokenizer)
+            texts, _, _ = held_out.complete(self.reference, None, self.tokenizer)
             _, rows = self.rows_of(case)
             store(file, {"texts": texts, "logps": self.logps(self.reference, rows)})
         return json.loads(file.read_text())
@@ -176,7 +176,7 @@ class Pairs:
             ]
             for row, both in zip(rows, counts, strict=True)
         ]
-        texts, completions, kl = held_out.complete(policy, self.reference, self.tokenizer)
+        texts, completions, _ = held_out.complete(policy, None, self.tokenizer)
         both = list(zip(texts, before["texts"], strict=True))
         return {
             "margins": after if per_token else [a - b for a, b in zip(after, earlier, strict=True)],
@@ -186,7 +186,6 @@ class Pairs:
             "preferences": [self.preference(text, old) for text, old in both],
             "differences": [len(text) - len(old) for text, old in both],
             "length": fmean(map(len, completions)),
-            "kl": kl,
         }
 
     def result_file(self, case: Case) -> Path:
