@@ -178,8 +178,8 @@ class HeldOut:
     ) -> tuple[list[str], list[list[int]], float]:
         """Texts and tokens of the completions, and their KL divergence from the reference.
 
-        policy, reference: causal language models of transformers; without a reference, the divergence
-        is 0.
+        policy, reference: causal language models of transformers. Without a reference, the
+        divergence is 0.
         """
         was_training = policy.training
         policy.eval()
