@@ -96,7 +96,7 @@ def _films() -> WordScore:
     return WordScore.fit(assets.film_reviews(25_000))
 
 
-def favourable(completions: Sequence[Turns], **_: Any) -> list[float]:
+def favourable(prompts: Sequence[Turns], completions: Sequence[Turns], **_: Any) -> list[float]:
     """A reward: the probability that a completion is a favourable film review."""
     return [_films().of(turns[-1]["content"]) for turns in completions]
 
