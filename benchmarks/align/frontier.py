@@ -204,7 +204,8 @@ def make_rows(folder: Path, model: Path, task: Task) -> None:
             by_prompt.setdefault(json.dumps(row["prompt"]), []).append(row)
     rows: dict[str, list[Row]] = {name: [] for name, _ in ROWS.values()}
     for prompt, sampled in by_prompt.items():
-        rewards = score([[{"role": "assistant", "content": r["completion"]}] for r in sampled])
+        turns = [[{"role": "assistant", "content": row["completion"]}] for row in sampled]
+        rewards = score(prompts=[row["prompt"] for row in sampled], completions=turns)
         ordered = sorted(zip(rewards, sampled, strict=True), key=lambda scored: -scored[0])
         texts, half = [row["completion"] for _, row in ordered], len(ordered) // 2
         for place, text in enumerate(texts):
