@@ -76,7 +76,8 @@ def test_what_disagrees_is_not_compared(loss: float, is_compared: bool) -> None:
     assert summaries[0].at_5.mean == pytest.approx(0.65)
     low, high = summaries[0].at_5.interval
     assert low < 0.6 < 0.7 < high  # two seeds say little
-    [fact] = comparison(summaries)
+    results["alone"] = result("valence", 2, 0.9, [0.7, 0.5], 99.0)
+    [fact] = comparison(results, START)  # of the runs that both have
     assert ("2.50 times" in fact) == is_compared
 
 

@@ -17,6 +17,8 @@ from benchmarks.align.summary import (
     MethodSummary,
     Row,
     frontier,
+    in_both,
+    kinds,
     points_by_seed,
     summarize,
     within,
@@ -30,8 +32,8 @@ FOLDER = Path(__file__).parent
 AMOUNTS, PAIRS = FOLDER / "amounts.json", FOLDER / "pairs.json"
 PAGE, FIGURE = ROOT / "docs" / "align.md", ROOT / "docs" / "images" / "frontier.svg"
 NAMES = {"valence": "Valence", "trl": "TRL"}
-COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df")
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 50, 40
+COLORS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a")
+WIDTH, HEIGHT, LEFT, BOTTOM, LEGEND = 700, 360, 50, 40, 190
 
 
 def table(summaries: Sequence[MethodSummary], start: Point, other: str) -> str:
@@ -50,9 +52,9 @@ def table(summaries: Sequence[MethodSummary], start: Point, other: str) -> str:
     return "\n".join(lines)
 
 
-def comparison(summaries: Sequence[MethodSummary]) -> list[str]:
-    """What the same losses in both libraries show; first what Valence loses."""
-    by_key = {(s.library, s.method): s for s in summaries}
+def comparison(results: Mapping[str, Row], start: Point) -> list[str]:
+    """What the runs that both libraries have made show; first what Valence loses."""
+    by_key = {(s.library, s.method): s for s in summarize(in_both(results), start)}
     facts: list[tuple[float, str]] = []
     for (library, method), theirs in by_key.items():
         if library != "trl":
@@ -68,28 +70,27 @@ def comparison(summaries: Sequence[MethodSummary]) -> list[str]:
         ratio = theirs.seconds / ours.seconds
         rewards = f"mean reward {ours.area} in Valence, {theirs.area} in TRL"
         time = f"TRL takes {ratio:.2f} times as long"
-        facts.append((ratio, f"{method}: {rewards}; {losses}; {time}."))
+        runs = f"{ours.num_runs} run{'s' if ours.num_runs > 1 else ''} each"
+        facts.append((ratio, f"{method}, {runs}: {rewards}; {losses}; {time}."))
     return [text for _, text in sorted(facts)]
 
 
 def figure(results: Mapping[str, Row], start: Point) -> str:
     """An SVG image of the frontiers, averaged over seeds: solid Valence, dashed TRL."""
-    runs = list(results.values())
-    methods = list(dict.fromkeys(run["method"] for run in runs))
+    methods = list(dict.fromkeys(run["method"] for run in results.values()))
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
-    for method in methods:
-        for library in dict.fromkeys(run["library"] for run in runs if run["method"] == method):
-            seeds = points_by_seed(results, library, method)
-            frontiers = [frontier(points, start) for points in seeds]
-            end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
-            tenths = range(int(10 * end) + 1)  # no further than all seeds have come
-            values = [fmean(within(f, k / 10) for f in frontiers) for k in tenths]
-            curves.append((method, library, values))
+    for library, method in kinds(results):
+        seeds = points_by_seed(results, library, method)
+        frontiers = [frontier(points, start) for points in seeds]
+        end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
+        tenths = range(int(10 * end) + 1)  # no further than all seeds have come
+        values = [fmean(within(f, k / 10) for f in frontiers) for k in tenths]
+        curves.append((method, library, values))
     top = max(value for *_, values in curves for value in values)
     low, high = start.reward, start.reward + 1.05 * max(top - start.reward, 1e-6)
 
     def place(kl: float, reward: float) -> str:
-        x = LEFT + kl / MAX_KL * (WIDTH - LEFT - 130)
+        x = LEFT + kl / MAX_KL * (WIDTH - LEFT - LEGEND)
         y = 24 + (high - reward) / (high - low) * (HEIGHT - BOTTOM - 24)
         return f"{x:.1f},{y:.1f}"
 
@@ -119,8 +120,9 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
         stroke = f'stroke="{color}" stroke-width="2" fill="none"{dash}'
         parts.append(f'<polyline points="{line}" {stroke}/>')
         y = 20 + 18 * row
-        parts.append(f'<line x1="{WIDTH - 120}" x2="{WIDTH - 96}" y1="{y}" y2="{y}" {stroke}/>')
-        parts.append(f'<text x="{WIDTH - 90}" y="{y + 4}">{method} {NAMES[library]}</text>')
+        x = WIDTH - LEGEND + 10
+        parts.append(f'<line x1="{x}" x2="{x + 24}" y1="{y}" y2="{y}" {stroke}/>')
+        parts.append(f'<text x="{x + 30}" y="{y + 4}">{method} {NAMES[library]}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -194,7 +196,7 @@ def sums_table(results: Mapping[str, Row], start: Point) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
         f"| reference | | | {start.reward:.3f} | {start.reward:.3f} | {start.other:.3f} | |",
     ]
-    for library, method in dict.fromkeys((run["library"], run["method"]) for run in runs):
+    for library, method in kinds(results):
         chosen = [run for run in runs if (run["library"], run["method"]) == (library, method)]
         points = [[start, *(Point(**point) for point in run["points"])] for run in chosen]
 
@@ -220,7 +222,7 @@ def pairs_table(results: Mapping[str, Row], start: Row) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     runs = list(results.values())
-    for library, method in dict.fromkeys((run["library"], run["method"]) for run in runs):
+    for library, method in kinds(results):
         chosen = [run for run in runs if (run["library"], run["method"]) == (library, method)]
 
         def joined(name: str, chosen: Sequence[Row] = chosen) -> list[Any]:
@@ -257,9 +259,9 @@ def share(rate: Rate) -> str:
 
 def rewards_section(results: Mapping[str, Row], start: Point, *, other: str) -> str:
     """The frontiers in words and as a table."""
-    summaries = summarize(results, start)
-    facts = [f"- {fact}" for fact in comparison(summaries)]
-    return "\n".join([*facts, *([""] if facts else []), table(summaries, start, other)])
+    facts = [f"- {fact}" for fact in comparison(results, start)]
+    rows = table(summarize(results, start), start, other)
+    return "\n".join([*facts, *([""] if facts else []), rows])
 
 
 SECTIONS: dict[str, Callable[[Mapping[str, Row], Point], str]] = {

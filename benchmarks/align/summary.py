@@ -56,6 +56,14 @@ def points_by_seed(results: Mapping[str, Row], library: str, method: str) -> lis
     return list(by_seed.values())
 
 
+def kinds(results: Mapping[str, Row]) -> list[tuple[str, str]]:
+    """Library and method of the runs, Valence first."""
+    methods = dict.fromkeys(run["method"] for run in results.values())
+    there = {(run["library"], run["method"]) for run in results.values()}
+    pairs = [(library, method) for method in methods for library in ("valence", "trl")]
+    return [pair for pair in pairs if pair in there]
+
+
 def disagreement(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The largest difference between the losses of the same steps, relative to their mean size."""
     if len(ours) != len(theirs):
@@ -84,6 +92,15 @@ class Estimate:
         return f"{self.mean:.3f}{between}"
 
 
+def in_both(results: Mapping[str, Row]) -> dict[str, Row]:
+    """The runs that both libraries have made."""
+    return {
+        name: run
+        for name, run in results.items()
+        if len({other["library"] for other in results.values() if is_same(run, other)}) > 1
+    }
+
+
 @dataclass(frozen=True)
 class MethodSummary:
     """A method of a library.
@@ -109,7 +126,7 @@ class MethodSummary:
 def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
     """results: of runs, each with its library, method, penalty and seed."""
     summaries: list[MethodSummary] = []
-    for library, method in dict.fromkeys((r["library"], r["method"]) for r in results.values()):
+    for library, method in kinds(results):
         runs = [r for r in results.values() if (r["library"], r["method"]) == (library, method)]
         seeds = points_by_seed(results, library, method)
         frontiers = [frontier(points, start) for points in seeds]
@@ -126,7 +143,7 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
         ]
         in_time: list[float] = []
         for run in runs:
-            fastest = min(r["seconds"] for r in results.values() if _is_same(r, run))
+            fastest = min(r["seconds"] for r in results.values() if is_same(r, run))
             points = [Point(**p) for p in run["points"] if p["seconds"] <= fastest]
             in_time.append(max(p.reward for p in [start, *points]))
         summaries.append(
@@ -143,7 +160,7 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
     return summaries
 
 
-def _is_same(run: Row, other: Row) -> bool:
+def is_same(run: Row, other: Row) -> bool:
     """Whether two runs differ at most in their library."""
     return all(run[name] == other[name] for name in ("method", "penalty", "seed"))
 
@@ -154,6 +171,6 @@ def _largest_disagreement(runs: Sequence[Row], results: Mapping[str, Row]) -> fl
         for run in runs
         for ours in results.values()
         if ours["library"] == "valence" and not run["samples"]
-        and _is_same(ours, run)
+        and is_same(ours, run)
     ]  # fmt: skip
     return max(values, default=None)
