@@ -76,11 +76,15 @@ def comparison(results: Mapping[str, Row], start: Point) -> list[str]:
 
 
 def figure(results: Mapping[str, Row], start: Point) -> str:
-    """An SVG image of the frontiers, averaged over seeds: solid Valence, dashed TRL."""
+    """An SVG image of the frontiers, averaged over seeds: solid Valence, dashed TRL, where it has
+    run the same seeds.
+    """
     methods = list(dict.fromkeys(run["method"] for run in results.values()))
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
     for library, method in kinds(results):
         seeds = points_by_seed(results, library, method)
+        if len(seeds) < len(points_by_seed(results, "valence", method)):
+            continue
         frontiers = [frontier(points, start) for points in seeds]
         end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
         tenths = range(int(10 * end) + 1)  # no further than all seeds have come
