@@ -51,6 +51,15 @@ def test_an_interrupted_wait_does_not_lose_the_save(tmp_path: Path, alarm: None)
     assert list((tmp_path / "checkpoints").iterdir()) == [saved.path]
 
 
+def test_no_thread_is_left_after_a_wait(tmp_path: Path) -> None:
+    """A program that ends while a thread frees tensors is aborted."""
+    checkpoints, before = Checkpoints(tmp_path / "checkpoints", keep=1), threading.enumerate()
+    for step in range(1, 6):
+        checkpoints.save(step, {"w": LARGE}, {})
+        checkpoints.wait()
+        assert threading.enumerate() == before
+
+
 def test_the_thread_has_the_device_of_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

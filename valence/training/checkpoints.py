@@ -187,6 +187,7 @@ class Checkpoints:
         """
         if self._writing is not None:
             self._has_ended.wait()
+            self._writing.join()  # a program that ends while the thread frees memory is aborted
             self._writing = None
             if self._saving_step is not None:
                 self._record_end(self._saving_step, "the thread that wrote it failed")
