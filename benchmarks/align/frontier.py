@@ -40,7 +40,8 @@ NUM_ANSWERS, BATCH = 8, 4
 ROWS = {"kto": ("thumbs", 16), "dpo": ("pairs", 8), "sft": ("top_half", 16)}
 """Kind and number of rows per step of offline methods."""
 RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5}
-ONLINE_RATE = 1e-5
+ONLINE_RATE, VALUE_RATE = 1e-5, 1e-4
+PPO_EPOCHS = 2
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,9 @@ class Frontier:
         )
 
     def steps_of(self, case: Case) -> int:
-        return self.size.steps if case.is_offline else self.size.rounds
+        if case.is_offline:
+            return self.size.steps
+        return self.size.rounds * (PPO_EPOCHS if case.method == "ppo" else 1)
 
     def measured(self, case: Case) -> list[int]:
         steps, number = self.steps_of(case), self.size.measured
@@ -317,6 +320,9 @@ class Frontier:
             recipe["rollout"] = {
                 "num_rollouts": NUM_ANSWERS, "max_new_tokens": self.task.max_new_tokens
             }  # fmt: skip
+        if method == "ppo":
+            recipe["rollout"]["epochs"] = PPO_EPOCHS
+            recipe["value"] = {"learning_rate": VALUE_RATE}
         return recipe
 
     def _train(self, case: Case) -> Row:
