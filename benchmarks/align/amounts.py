@@ -91,7 +91,7 @@ PAIRED = {
 """Methods on pairs, and shares of wrong ones. robust_dpo knows the share; without, it is dpo."""
 ON_THUMBS = ("kto", "bco")
 DECISIONS = 50
-# Of 110 thumbs, 10 are up: those of 200 without 90 % of the thumbs up, as in the KTO paper (4.3).
+# Of 110 thumbs, 10 are up: those of 200 without 90 % of the thumbs up, as in the KTO paper.
 ROWS, UP, FLIPPED = (20, 60, 200, 600, 1800), (1 / 11, 10 / 11), (0.1, 0.2, 0.3, 0.4)
 
 
