@@ -252,6 +252,8 @@ def pairs_table(results: Mapping[str, Row], start: Row) -> str:
             f"{form.correlation:.2f} [{form.low:.2f}, {form.high:.2f}]", share(wins),
             share(at_equal_length), f"{fmean(run['length'] for run in chosen):.0f}",
         ]  # fmt: skip
+        if len(lines) == 2:
+            lines.append(f"| length and form alone | | | {form.alone:.0%} | | | | |")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
