@@ -240,6 +240,7 @@ class Pairs:
             "dtype": "bfloat16", "held_out": asdict(HeldOut([], [], self.end, 0, 0, 0)),
             "steps": len(rows["rows"]) // batch, "rows": rows["rows"], "measured": [],
             "learning_rate": RATE, "seed": case.fold, "config": {"beta": BETA}, "batch": batch,
+            "accumulation": 4,  # all rows at once need more than 15 GB
             "adapter": {"r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"},
             "save": str(adapter),
         }  # fmt: skip

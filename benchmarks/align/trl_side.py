@@ -83,7 +83,8 @@ def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
         "output_dir": scratch, "max_steps": job["steps"], "learning_rate": job["learning_rate"],
         "lr_scheduler_type": "constant", "warmup_steps": 0, "logging_steps": 1,
         "max_grad_norm": 1.0, "weight_decay": 0.0, "seed": job["seed"], "disable_dropout": True,
-        "per_device_train_batch_size": job["batch"], **job["config"],
+        "per_device_train_batch_size": job["batch"] // job.get("accumulation", 1),
+        "gradient_accumulation_steps": job.get("accumulation", 1), **job["config"],
     }  # fmt: skip
     common: dict[str, Any] = {"model": policy, "callbacks": [measuring]}
     if job["trainer"] in SAMPLING:
