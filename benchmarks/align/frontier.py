@@ -92,15 +92,15 @@ def about_topics() -> Questions:
 
 def film_beginnings() -> Questions:
     texts = [text for text, _ in assets.film_reviews(96)]
-    asked = [f"Finish this sentence of a film review: {' '.join(t.split()[:8])}" for t in texts]
-    return asked[24:], asked[:24]
+    prompts = [f"Finish this sentence of a film review: {' '.join(t.split()[:8])}" for t in texts]
+    return prompts[24:], prompts[:24]
 
 
 def sums() -> Questions:
     pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]
     chosen = random.Random("sums").sample(pairs, 400)
-    asked = [f"What is {a} + {b}? Answer with the number only." for a, b in chosen]
-    return asked[96:], asked[:96]
+    prompts = [f"What is {a} + {b}? Answer with the number only." for a, b in chosen]
+    return prompts[96:], prompts[:96]
 
 
 TASKS = {
