@@ -8,7 +8,7 @@ reviews favourably, as a classifier of reviews scores it. With ``--task sums`` i
 numbers: the share of right answers against the number of sampled completions.
 
 Every run that is complete stays in the folder, so the same command continues where it was stopped.
-The complete grid takes a night on two cores, sums two hours, ``--quick`` ten minutes.
+The complete grid takes a night on two cores, sums four hours, ``--quick`` ten minutes.
 ``--publish``: only rewrite the page of results from the runs in the folder. Needs TRL's environment
 (`make peers`).
 

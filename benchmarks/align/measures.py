@@ -82,7 +82,8 @@ class WordScore:
 
     def log_odds(self, text: str) -> float:
         words = set(WORD.findall(text.lower()))
-        return self.prior + sum(self.weights.get(word, 0.0) for word in words)
+        # exactly rounded, because the order of a set differs between processes
+        return math.fsum([self.prior, *(self.weights.get(word, 0.0) for word in words)])
 
     def of(self, text: str) -> float:
         """The probability that a text is good."""

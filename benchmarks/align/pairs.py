@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import valence
 from benchmarks.align import page
-from benchmarks.align.amounts import BATCH, RATE, as_thumbs
+from benchmarks.align.amounts import BATCH, ON_THUMBS, RATE, as_thumbs
 from benchmarks.align.frontier import Library, Row, run_trl, store, training_rows, use_threads
 from benchmarks.align.measures import HeldOut, WordScore, answer_logps
 from benchmarks.peers import NO_TRL, peer_python
@@ -42,7 +42,6 @@ from examples.demo import assets
 from valence.reports.form import form_of
 
 METHODS = ("kto", "dpo", "simpo", "ipo", "bco")
-ON_THUMBS = ("kto", "bco")
 IN_TRL = ("kto", "dpo")
 FOLDS, PASSES = 3, 2
 MAX_LENGTH, MAX_NEW_TOKENS = 512, 160
