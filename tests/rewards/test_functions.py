@@ -464,6 +464,33 @@ def test_the_program_may_change_its_working_directory(
     assert sys.modules[module].seen == [str(tmp_path), str(tmp_path / "below")]
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_background_thread_that_scores_does_not_undo_a_change_of_folder(
+    kind: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write(f"""
+        import os, threading
+        started, go_on = threading.Event(), threading.Event()
+
+        {kind} f(completions):
+            started.set()
+            go_on.wait()
+            os.chdir("/usr")
+            return [1.0]
+    """)
+    combined = reward(f"{module}:f")
+    below = tmp_path / "below"
+    below.mkdir()
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(values, combined, answers(1))
+        loaded = sys.modules[module]
+        assert loaded.started.wait(30)
+        monkeypatch.chdir(below)
+        loaded.go_on.set()
+        assert scores.result() == [1.0]
+    assert os.getcwd() == str(below)
+
+
 def test_an_asynchronous_function_that_cancels_itself_is_an_error(write: Any) -> None:
     module = write("""
         import asyncio

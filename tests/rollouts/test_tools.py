@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -903,6 +904,30 @@ def test_objects_from_python_run_in_threads(make: Callable[..., Tools], module: 
     assert set(calls) == {os.getpid()}
     tools.close()
     assert len({t["source"] for t in tools.identity["tools"]}) == 3
+
+
+def test_an_abandoned_thread_does_not_undo_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def hang() -> None:
+        """Return late."""
+        go_on.wait()
+        os.chdir("/usr")
+
+    tools = Tools([target_of(hang)], timeout=0.1)
+    try:
+        result = in_session(tools, lambda session: session.call("hang", {}))
+        assert result.text == "Error: no result within 0.1 s"
+        (thread,) = tools._abandoned
+        monkeypatch.chdir(tmp_path)
+        go_on.set()
+        thread.join(30)
+        assert os.getcwd() == str(tmp_path)
+    finally:
+        go_on.set()
+        tools.close()
 
 
 def test_threads_that_do_not_return_are_limited() -> None:

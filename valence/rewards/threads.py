@@ -7,19 +7,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
-import sys
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from valence.user_code.attempt import Raised, attempt
+from valence.user_code.attempt import Raised, attempt, separate_working_directory
 
 T = TypeVar("T")
 RESPONSE_SECONDS = 1.0
 """Time within which an event loop that is not blocked responds."""
-CLONE_FS = 0x200
-"""Linux: flag with which a thread stops sharing its working directory."""
 
 
 class TimedOut(Exception):
@@ -28,14 +25,6 @@ class TimedOut(Exception):
     def __init__(self, blocked: bool = False) -> None:
         super().__init__()
         self.blocked = blocked
-
-
-def separate_working_directory() -> bool:
-    """Give this thread its own working directory if Linux allows it; otherwise ``os.chdir`` moves
-    the whole process. Not for threads that outlive a call: they must follow the program's own
-    ``os.chdir``. Returns whether it worked.
-    """
-    return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
 
 
 async def in_thread(
@@ -96,12 +85,16 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def run(self, call: Callable[[], Awaitable[T]], seconds: float | None) -> T | Raised:
-        """The result or exception of an awaitable that is created in the loop.
+        """The result or exception of an awaitable that is created in the loop, in the caller's
+        working directory.
 
         Cancels it and raises TimedOut after ``seconds``.
         """
+        folder = attempt(os.getcwd)
 
         async def run_call() -> T:
+            if separate_working_directory() and not isinstance(folder, Raised):
+                os.chdir(folder)
             return await call()
 
         work = asyncio.wrap_future(self.submit(run_call()))

@@ -31,6 +31,7 @@ from valence.user_code.attempt import (
     attempt,
     describe_error,
     restored_working_directory,
+    separate_working_directory,
 )
 from valence.user_code.load import (
     REGISTERED,
@@ -819,6 +820,7 @@ class ThreadClient:
             self._abandoned.append(self._thread)
 
     def _run(self) -> None:
+        separate_working_directory()
         while (request := self._messages.get()) is not None:
             line, reply = request
             # decoded here: a tool must not change objects of the run

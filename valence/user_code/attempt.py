@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CLONE_FS = 0x200
+"""Linux: flag with which a thread stops sharing its working directory."""
+
+_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +33,27 @@ def attempt(call: Callable[[], T]) -> T | Raised:
         return Raised(error)
 
 
+def separate_working_directory() -> bool:
+    """Give this thread its own working directory if Linux allows it; otherwise ``os.chdir`` moves
+    the whole process. The thread no longer follows the program's own ``os.chdir``. Returns whether
+    it worked.
+    """
+    linux = sys.platform == "linux"
+    _thread.is_separate = linux and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
+    return _thread.is_separate
+
+
 @contextlib.contextmanager
 def restored_working_directory() -> Iterator[None]:
-    """Change back to the working directory if the block has left it."""
+    """Change back to the working directory if the block has left it.
+
+    Does nothing in a background thread that shares the directory of the process: it cannot know
+    whether the block or the main thread has changed it.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and not getattr(_thread, "is_separate", False):
+        yield
+        return
     try:
         folder = os.getcwd()
     except OSError:  # the folder was deleted
