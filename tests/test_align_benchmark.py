@@ -69,11 +69,13 @@ def test_what_disagrees_is_not_compared(loss: float, is_compared: bool) -> None:
         for library, value, seconds in (("valence", 0.5, 10.0), ("trl", loss, 25.0))
         for seed in range(2)
     }
+    results["valence0"]["tokens"] = 15
     summaries = summarize(results, START)
     assert [(s.library, s.num_runs) for s in summaries] == [("valence", 2), ("trl", 2)]
     assert summaries[0].disagreement is None
     assert summaries[1].disagreement == pytest.approx((loss - 0.5) / 0.6)
     assert summaries[0].at_5.mean == pytest.approx(0.65)
+    assert summaries[0].tokens == 15  # one of the runs did not count them
     low, high = summaries[0].at_5.interval
     assert low < 0.6 < 0.7 < high  # two seeds say little
     results["alone"] = result("valence", 2, 0.9, [0.7, 0.5], 99.0)

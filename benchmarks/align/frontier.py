@@ -40,6 +40,8 @@ NUM_ANSWERS, BATCH = 8, 4
 ROWS = {"kto": ("thumbs", 16), "dpo": ("pairs", 8), "sft": ("top_half", 16)}
 """Kind and number of rows per step of offline methods."""
 RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5}
+ANSWERS = ("completion", "chosen", "rejected")
+"""Columns of rows with token ids."""
 ONLINE_RATE, VALUE_RATE = 1e-5, 1e-4
 PPO_EPOCHS = 2
 
@@ -334,6 +336,7 @@ class Frontier:
             "points": [asdict(point) for point in measuring.points],
             "losses": measuring.losses,
             "seconds": measuring.seconds,
+            "tokens": round(measuring.tokens),
             "rows": measuring.rows,
         }
 
@@ -357,7 +360,8 @@ class Frontier:
             "learning_rate": RATES.get(case.method, ONLINE_RATE), "seed": case.seed,
             "config": configs.get(case.method, {"beta": case.penalty}), "batch": batch,
         }  # fmt: skip
-        return run_trl(self.peer, job, self.folder)
+        result = run_trl(self.peer, job, self.folder)
+        return {**result, "tokens": ours["tokens"]} if case.is_offline else result
 
 
 def run_trl(peer: Path, job: Row, folder: Path) -> Row:
@@ -390,9 +394,14 @@ def training_rows(run: Any) -> list[Row]:
     return rows
 
 
+def answer_tokens(rows: list[Row]) -> int:
+    """Tokens of the answers in these rows. Rows of online methods have none yet."""
+    return sum(len(row.get(name, ())) for row in rows for name in ANSWERS)
+
+
 class Measuring(valence.Callback):
     """Measures the policy at some steps, and the seconds of training from loading the policy on,
-    without the measurements.
+    without the measurements. tokens: of all answers that are trained on.
     """
 
     def __init__(self, frontier: Frontier, case: Case, start: float) -> None:
@@ -401,9 +410,11 @@ class Measuring(valence.Callback):
         self.losses: list[float] = []
         self.rows: list[Row] = []
         self.seconds, self.since = 0.0, start
+        self.tokens = 0.0
 
     def on_start(self, run: Any) -> None:
         self.rows = training_rows(run)
+        self.tokens += answer_tokens(self.rows)
 
     def on_step(self, run: Any) -> None:
         self.seconds += time.perf_counter() - self.since
@@ -419,6 +430,8 @@ class Measuring(valence.Callback):
     def on_log(self, run: Any, record: Any) -> None:
         if "loss" in record:
             self.losses.append(record["loss"])
+        if "rollout/length" in record:
+            self.tokens += record["rollout/length"] * NUM_ANSWERS * BATCH
 
 
 def use_threads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,13 +41,14 @@ def table(summaries: Sequence[MethodSummary], start: Point, other: str) -> str:
     """other: the name of the score that was not trained on."""
     lines = [
         "| method | library | runs | mean over 0 to 10 nats | at 5 nats | at 10 nats "
-        f"| in equal time | {other} | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| reference | | | {start.reward:.3f} | | | | {start.other:.3f} | |",
+        f"| in equal time | {other} | tokens | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| reference | | | {start.reward:.3f} | | | | {start.other:.3f} | | |",
     ]
     lines += [
         f"| {s.method} | {NAMES[s.library]} | {s.num_runs} | {s.area} | {s.at_5} | {s.at_10} | "
-        f"{s.in_time} | {s.other} | {s.seconds:.0f} |"
+        f"{s.in_time} | {s.other} | {'' if isnan(s.tokens) else f'{s.tokens:,.0f}'} | "
+        f"{s.seconds:.0f} |"
         for s in summaries
     ]
     return "\n".join(lines)

@@ -109,6 +109,7 @@ class MethodSummary:
     library needs for it. other: the reward that was not trained on, at the point with the
     largest reward within 10 nats. seconds: of training, median of the runs. disagreement: of the
     losses of both libraries; None where the rows are sampled. num_runs: of all penalties and seeds.
+    tokens: of the answers in a run, mean of the runs that counted them.
     """
 
     library: str
@@ -121,6 +122,7 @@ class MethodSummary:
     other: Estimate
     seconds: float
     disagreement: float | None
+    tokens: float
 
 
 def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
@@ -155,6 +157,7 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
                 Estimate(tuple(point.other for point in best)),
                 median(run["seconds"] for run in runs),
                 _largest_disagreement(runs, results) if library == "trl" else None,
+                fmean([run["tokens"] for run in runs if "tokens" in run] or [nan]),
             )
         )  # fmt: skip
     return summaries

@@ -140,6 +140,9 @@ def main(job_file: str, result_file: str) -> None:
         "seconds": measuring.seconds,
         "versions": versions,
     }
+    if job["trainer"] in SAMPLING:
+        length = sum(entry["completions/mean_length"] for entry in logged)
+        result["tokens"] = round(length * job["batch"])
     Path(result_file).write_text(json.dumps(result))
 
 
