@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.align.amounts import Case, as_thumbs, choose, choose_pairs, thumbs_of
-from benchmarks.align.frontier import TASKS
+from benchmarks.align.frontier import ROWS, TASKS, Frontier, Task
+from benchmarks.align.frontier import Case as Run
 from benchmarks.align.measures import (
     HeldOut,
     Point,
@@ -31,6 +35,7 @@ from benchmarks.align.page import (
     sums_table,
 )
 from benchmarks.align.summary import area, disagreement, frontier, summarize, within
+from valence.losses import LOSSES
 
 START = Point(0, 0.0, 0.2, 0.5, 0.0, 30.0, "")
 
@@ -243,6 +248,20 @@ def test_held_out_sums_are_not_trained_on() -> None:
     train, held_out = map(set, TASKS["sums"].questions())
     assert (len(train), len(held_out)) == (304, 96)
     assert not train & held_out
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_run_has_no_penalty_but_that_of_its_case(task: Task) -> None:
+    """Some methods have a KL penalty by default, which TRL's trainers do not."""
+    side: Any = SimpleNamespace(task=task, model="model", folder=Path(), steps_of=lambda case: 1)
+    online = task.methods.keys() - ROWS.keys() - {"dpo+humanline", "online_dpo"}
+    assert online
+    for method in online:
+        advantage = LOSSES[method].advantage
+        names = signature(advantage).parameters if advantage else ()
+        name = "kl_beta" if "kl_beta" in names else "kl_weight"
+        recipe = Frontier.recipe(side, Run("valence", method, 0.25, 0))
+        assert recipe["loss"] == {name: 0.25}
 
 
 def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:

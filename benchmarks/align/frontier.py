@@ -298,6 +298,7 @@ class Frontier:
             "sft": {},
             "online_dpo": {"beta": case.penalty},
             "ppo": {"kl_beta": case.penalty},
+            "rloo": {"kl_beta": case.penalty},
         }
         rows, batch_size = ROWS.get(method, ("train", BATCH))
         recipe: Row = {
