@@ -88,6 +88,16 @@ def test_what_disagrees_is_not_compared(loss: float, is_compared: bool) -> None:
     assert ("2.50 times" in fact) == is_compared
 
 
+def test_a_penalty_counts_once_all_seeds_have_it() -> None:
+    results = {f"{seed}": result("valence", seed, 0.6, [0.7], 10.0) for seed in range(2)}
+    results["larger"] = result("valence", 0, 0.9, [0.7], 10.0) | {"penalty": 0.3}
+    [summary] = summarize(results, START)
+    assert (summary.num_runs, summary.at_5.mean) == (2, pytest.approx(0.6))
+    results["also"] = result("valence", 1, 0.9, [0.7], 10.0) | {"penalty": 0.3}
+    [summary] = summarize(results, START)
+    assert (summary.num_runs, summary.at_5.mean) == (4, pytest.approx(0.9))
+
+
 def test_losses_of_other_steps_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="1 and 2 losses"):
         disagreement([1.0], [1.0, 2.0])

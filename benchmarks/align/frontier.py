@@ -41,7 +41,7 @@ ROWS = {"kto": ("thumbs", 16), "dpo": ("pairs", 8), "sft": ("top_half", 16)}
 """Kind and number of rows per step of offline methods."""
 RATES = {"kto": 2e-5, "dpo": 1e-5, "sft": 2e-5}
 ANSWERS = ("completion", "chosen", "rejected")
-"""Columns of rows with token ids."""
+"""Columns with token ids of answers."""
 ONLINE_RATE, VALUE_RATE = 1e-5, 1e-4
 PPO_EPOCHS = 2
 

@@ -21,6 +21,7 @@ from benchmarks.align.summary import (
     in_both,
     kinds,
     points_by_seed,
+    runs_of,
     summarize,
     within,
 )
@@ -84,8 +85,8 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
     methods = list(dict.fromkeys(run["method"] for run in results.values()))
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
     for library, method in kinds(results):
-        seeds = points_by_seed(results, library, method)
-        if len(seeds) < len(points_by_seed(results, "valence", method)):
+        seeds = points_by_seed(runs_of(results, library, method))
+        if len(seeds) < len(points_by_seed(runs_of(results, "valence", method))):
             continue
         frontiers = [frontier(points, start) for points in seeds]
         end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))

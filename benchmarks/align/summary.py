@@ -47,12 +47,24 @@ def area(records: Sequence[tuple[float, float]]) -> float:
     return fmean(within(records, (i + 0.5) * MAX_KL / GRID) for i in range(GRID))
 
 
-def points_by_seed(results: Mapping[str, Row], library: str, method: str) -> list[list[Point]]:
+def runs_of(results: Mapping[str, Row], library: str, method: str) -> list[Row]:
+    """The runs of a method with the penalties that all its seeds have: a frontier of more penalties
+    is no lower, so seeds with others could not be averaged.
+    """
+    runs = [r for r in results.values() if (r["library"], r["method"]) == (library, method)]
+    seeds = {run["seed"] for run in runs}
+    return [
+        run
+        for run in runs
+        if {other["seed"] for other in runs if other["penalty"] == run["penalty"]} == seeds
+    ]
+
+
+def points_by_seed(runs: Sequence[Row]) -> list[list[Point]]:
     """The points of all penalties, for each seed."""
     by_seed: dict[int, list[Point]] = {}
-    for run in results.values():
-        if (run["library"], run["method"]) == (library, method):
-            by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
+    for run in runs:
+        by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
     return list(by_seed.values())
 
 
@@ -129,8 +141,8 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
     """results: of runs, each with its library, method, penalty and seed."""
     summaries: list[MethodSummary] = []
     for library, method in kinds(results):
-        runs = [r for r in results.values() if (r["library"], r["method"]) == (library, method)]
-        seeds = points_by_seed(results, library, method)
+        runs = runs_of(results, library, method)
+        seeds = points_by_seed(runs)
         frontiers = [frontier(points, start) for points in seeds]
 
         def estimate(

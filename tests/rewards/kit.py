@@ -7,16 +7,20 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
 
 from valence.config.schema import RewardSettings
 from valence.rewards import reward_of, score_all
 from valence.rewards.calls import Calls
 from valence.rewards.combine import Combined
 from valence.types import Completion, Message, Score
+from valence.user_code.attempt import separate_working_directory
 
 
 def answer(
@@ -77,6 +81,13 @@ def error(result: Any, completions: Sequence[Completion]) -> str:
 def has_words(text: str, *words: object) -> bool:
     """Whether a message has these names and numbers in it, in any order."""
     return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
+
+
+def skip_if_threads_share_a_folder() -> None:
+    """Some containers forbid threads a separate working directory."""
+    with ThreadPoolExecutor(1) as thread:
+        if not thread.submit(separate_working_directory).result():
+            pytest.skip("this system does not allow it")
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

@@ -27,10 +27,10 @@ from tests.rewards.kit import (
     has_words,
     reward,
     scores,
+    skip_if_threads_share_a_folder,
     values,
     wait_for,
 )
-from valence.rewards import threads
 from valence.rewards.calls import Calls
 from valence.rewards.functions import MAX_ABANDONED, Function, parse_scores, trl_columns
 from valence.types import Completion, Episode, Score
@@ -412,16 +412,11 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
     assert os.getcwd() == str(tmp_path)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="threads have a working directory of their own on Linux alone"
-)
 def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(
     write: Any, tmp_path: Path
 ) -> None:
     """A run writes its checkpoints meanwhile, and afterwards."""
-    with ThreadPoolExecutor(1) as thread:
-        if not thread.submit(threads.separate_working_directory).result():
-            pytest.skip("this system does not allow it")
+    skip_if_threads_share_a_folder()
     module = write("""
         import os, threading
         moved, go_on = threading.Event(), threading.Event()
@@ -468,6 +463,7 @@ def test_the_program_may_change_its_working_directory(
 def test_a_background_thread_that_scores_does_not_undo_a_change_of_folder(
     kind: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_if_threads_share_a_folder()
     module = write(f"""
         import os, threading
         started, go_on = threading.Event(), threading.Event()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.errors import raises_error
+from tests.rewards.kit import skip_if_threads_share_a_folder
 from valence.rollouts import tools as tools_module
 from valence.rollouts.tools import ToolError, ToolResult, Tools, ToolSession
 from valence.user_code.load import target_of
@@ -909,6 +910,7 @@ def test_objects_from_python_run_in_threads(make: Callable[..., Tools], module: 
 def test_an_abandoned_thread_does_not_undo_a_change_of_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_if_threads_share_a_folder()
     go_on = threading.Event()
 
     def hang() -> None:
