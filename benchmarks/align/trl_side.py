@@ -30,13 +30,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.align.measures import SCORES, HeldOut, Point
+from benchmarks.parity import trl_side as parity
 from benchmarks.parity.trl_side import PLAIN, TEXT_COLUMNS, spelled, tokenizer_of_ids
 
-SAMPLING = {
-    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-    "dapo": (trl.GRPOTrainer, trl.GRPOConfig),
-    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-}
+SAMPLING = parity.SAMPLING | {"dapo": parity.SAMPLING["grpo"]}
 """Trainers that sample completions."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ SOURCES: dict[str, Kind] = {
     "orpo": "preference",
     "sft": "demonstration",
     "sdpo": "feedback",
+    "grpo": "ranking",
+    "rloo": "ranking",
     "paper": "feedback",
     "halos kto": "judgement",
     "halos pairs": "preference",
@@ -37,7 +40,8 @@ class Case:
     which accumulates gradients over the step. swapped: exchange policy and reference. short:
     shorten prompts to their last token. steps: number of steps without updates; the last one is
     compared. names: Valence's name of a figure, if it differs. real: also run with the real model.
-    double: compute in float64 on both sides. partial: every other row has no feedback.
+    double: compute in float64 on both sides. partial: every other row has no feedback. stale: the
+    policy has changed since it has sampled the completions, see ``change``.
     """
 
     name: str
@@ -54,6 +58,12 @@ class Case:
     real: bool = False
     double: bool = False
     partial: bool = False
+    stale: bool = False
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the completions are a round of the policy, with their scores as rewards."""
+        return self.trainer in ("grpo", "rloo")
 
     @property
     def source(self) -> Kind:
@@ -64,6 +74,14 @@ class Case:
         if self.trainer == "paper":
             return "paper"
         return "HALOs" if self.trainer.startswith("halos") else "TRL"
+
+
+def change(ids: Sequence[int]) -> list[float]:
+    """How much the log-probability of each token of a completion has changed since it was sampled
+    (nats): at random, so that ratios are on both sides of the limits of a clipped loss.
+    """
+    rng = random.Random(str(list(ids)))
+    return [rng.uniform(-0.4, 0.4) for _ in ids]
 
 
 def z0_of_trl(batch: int) -> dict[str, Any]:
@@ -356,4 +374,60 @@ OF_HINDSIGHT = (
     hindsight(", float64", "paper", double=True),
 )
 
-CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS, *OF_HINDSIGHT)
+
+def sampled(name: str, method: str, trainer: str = "grpo", **more: Any) -> Case:
+    """A case of a loss for sampled completions, by default after changes of the policy. Before, the
+    losses are sums of advantages, which are 0.
+    """
+    stale = more.pop("stale", True)
+    return Case(name, method, trainer, STEP if stale else STEP[1:], stale=stale, **more)
+
+
+def grpo(name: str, method: str, loss_type: str, **more: Any) -> Case:
+    """A case of GRPOTrainer, with its clip and without a KL penalty, by default."""
+    theirs = {"loss_type": loss_type, "beta": 0.0, **more.pop("theirs", {})}
+    return sampled(name, method, theirs=theirs, **more)
+
+
+UNCLIPPED = {"epsilon": 1e6}
+OF_SAMPLED = (
+    grpo("grpo, first step of a round", "grpo", "grpo", stale=False, batch=2, real=True),
+    grpo("grpo", "grpo", "grpo"),
+    grpo(
+        "grpo, KL penalty", "grpo", "grpo",
+        ours={"kl_weight": 0.04}, theirs={"beta": 0.04, "use_bias_correction_kl": False},
+    ),
+    grpo(
+        "grpo, first step, KL of TRL", "grpo", "grpo",
+        ours={"kl_weight": 0.04, "kl_estimator": "k2"}, theirs={"beta": 0.04},
+        stale=False, batch=2, real=True,
+    ),
+    grpo("grpo, dual_clip", "grpo", "grpo", ours={"dual_clip": 1.25}, theirs={"delta": 1.25}),
+    grpo("dapo, four batches", "dapo", "dapo", theirs={"epsilon_high": 0.28}, batch=2),
+    grpo(
+        "dr_grpo", "dr_grpo", "dr_grpo",
+        ours={"max_tokens": 160},
+        theirs={"scale_rewards": "none", "max_completion_length": 160},
+    ),
+    grpo(
+        "gspo", "gspo", "grpo",
+        ours={"eps_low": 0.02, "eps_high": 0.03},
+        theirs={"importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+    ),
+    grpo("cispo", "cispo", "cispo", ours={"eps_high": 1.2}, theirs={"epsilon_high": 1.2}),
+    sampled(
+        "rloo, first step of a round", "rloo", "rloo",
+        ours={"kl_beta": 0.05}, theirs={"beta": 0.05}, stale=False, batch=2, real=True,
+    ),
+    sampled("rloo", "rloo", "rloo", ours={"kl_beta": 0.0}, theirs={"beta": 0.0} | UNCLIPPED),
+)  # fmt: skip
+
+CASES = (
+    *UNPAIRED,
+    *PAIRED,
+    *MODIFIED,
+    *REFERENCE_FREE,
+    *OF_HALOS,
+    *OF_HINDSIGHT,
+    *OF_SAMPLED,
+)

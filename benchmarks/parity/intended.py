@@ -15,8 +15,10 @@ from benchmarks.parity.cases import (
     Peer,
     both,
     divergence,
+    grpo,
     halos,
     hindsight,
+    sampled,
     trl,
     z0_of_halos,
     z0_of_trl,
@@ -136,6 +138,24 @@ INTENDED = (
         ),
         "TRL adds the mean over tokens of the negative log-likelihood. Valence adds its sum",
         "arXiv 2305.10425 regularises with the log-likelihood of a sequence",
+    ),
+    _with_case(
+        grpo(
+            "grpo, KL of TRL",
+            "grpo",
+            "grpo",
+            ours={"kl_weight": 0.04, "kl_estimator": "k2"},
+            theirs={"beta": 0.04},
+        ),
+        "TRL multiplies the k3 of a token by its ratio (use_bias_correction_kl). Valence has k3 "
+        "and k2 without it",
+        "the gradient of k2 is that of TRL's penalty in the first step of a round, where all "
+        "ratios are 1",
+    ),
+    _with_case(
+        sampled("rloo, clip", "rloo", "rloo", ours={"kl_beta": 0.0}, theirs={"beta": 0.0}),
+        "TRL clips the ratio of a completion, by default to 0.8 to 1.2. Valence's rloo does not",
+        "arXiv 2402.14740 has no clip; in its one step per round, no ratio differs from 1",
     ),
     _with_case(
         halos(

@@ -10,25 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.parity.cases import Case
+from benchmarks.parity.cases import Case, change
 from benchmarks.parity.halos_formulas import HalosStep, halos
 from benchmarks.parity.hindsight_formula import hindsight
 from benchmarks.parity.inputs import Inputs, as_kind, shortened
 from benchmarks.peers import peer_environment
+from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.process_group import SingleProcess
-from valence.methods import METHODS
+from valence.methods import METHODS, ONLINE
+from valence.methods.sample_builders import RolloutGroup
 from valence.models.build import build_policy, build_reference, load_model
 from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.training.metrics import Meter
 from valence.training.step import Objective
-from valence.types import Mean, TokenizedExample
+from valence.types import Completion, Mean, TokenizedExample
 
 Figures = Mapping[str, float]
 BUDGET = 400
@@ -88,14 +91,19 @@ class LocalSides:
 
     def ours(self, case: Case) -> Figures:
         """A step of Valence without an update, computed as in training."""
-        method = METHODS[case.method]
+        method = (ONLINE if case.is_sampled else METHODS)[case.method]
         source = source_rows(case, self.inputs)
-        units = as_kind(source, method.kind)
+        if method.sample_builder is None:
+            units = as_kind(source, method.kind)
+        else:
+            rollout = SimpleNamespace(mask_truncated=False)
+            groups = [self.group(case, row) for row in source]
+            units = method.sample_builder(groups, rollout, method.resolve(case.ours))
         if method.loss.needs_teacher:  # rows without feedback are left out before a step
             units = tuple(unit for unit in units if unit.teacher_ids)
         policy, other = self.engines(*folders(case, self.inputs), precision(case))
         policy.zero_grad()
-        reference = other if method.needs_reference else None
+        reference = other if method.asks_reference else None
         objective = Objective(
             method,
             method.resolve(case.ours),
@@ -112,6 +120,23 @@ class LocalSides:
         meter.pool(outcome.metrics)
         meter.add({"loss": Mean(outcome.loss, torch.ones(()))})
         return meter.reduce(objective.group) | {"grad_norm": grad_norm(policy)}
+
+    @torch.no_grad()
+    def group(self, case: Case, row: TokenizedExample) -> RolloutGroup:
+        """A ranking as completions that the policy has sampled, before it has changed."""
+        policy, reference = self.engines(*folders(case, self.inputs), precision(case))
+        columns: list[dict[str, tuple[float, ...]]] = []
+        for answer in row.answers:
+            unit = replace(row, kind="demonstration", answers=(answer,), scores=())
+            batch = make_micro_batch([unit])
+            now, ref = policy(batch).logp[batch.scored], reference(batch)[batch.scored]
+            by = torch.tensor(change(answer.ids) if case.stale else 0.0).to(now)
+            columns.append({"old": tuple((now - by).tolist()), "ref": tuple(ref.tolist())})
+        completions = (
+            Completion(row.id, answer.ids, (), "", "eos", index=i)
+            for i, answer in enumerate(row.answers)
+        )
+        return RolloutGroup(row, tuple(completions), row.scores, tuple(columns))
 
     def formulas(self, case: Case) -> Figures:
         """The same step with the formulas of HALOs, or of the paper of hindsight."""
@@ -174,6 +199,7 @@ def trl_job(case: Case, inputs: Inputs) -> dict[str, Any]:
         "max_length": max_length(units),
         "eos": inputs.eos,
         "double": case.double,
+        "stale": case.stale,
     }
 
 
@@ -191,6 +217,14 @@ def trl_row(unit: TokenizedExample) -> dict[str, Any]:
             "completion": list(answer.ids),
             "feedback": list(feedback),
         }
+    if unit.kind == "ranking":
+        answers = [list(answer.ids) for answer in unit.answers]
+        return {
+            "prompt": list(unit.prompt_ids),
+            "completions": answers,
+            "rewards": list(unit.scores),
+            "changes": [change(ids) for ids in answers],
+        }
     names = ("chosen", "rejected") if unit.kind == "preference" else ("completion",)
     texts = {name: list(answer.ids) for name, answer in zip(names, unit.answers, strict=True)}
     return (
@@ -204,6 +238,12 @@ def _check_tokens(
     case: Case, job: Mapping[str, Any], prepared_rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise RuntimeError unless TRL's prepared rows have the tokens of the job."""
+    if case.is_sampled:  # in an order at random
+        expected = [(row["prompt"], ids) for row in job["rows"] for ids in row["completions"]]
+        rows = [(row["prompt_ids"], row["completion_ids"]) for row in prepared_rows]
+        if sorted(expected) != sorted(rows):
+            raise RuntimeError(f"{case.name}: TRL trains on other completions than it was given")
+        return
     for row, prepared in zip(job["rows"], prepared_rows, strict=True):
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]

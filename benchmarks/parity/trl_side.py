@@ -47,6 +47,11 @@ TRAINERS = {
     "cpo": (CPOTrainer, CPOConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
 }
+SAMPLING = {
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+}
+"""Trainers that sample completions."""
 WITH_REFERENCE = ("kto", "dpo")
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 TOKEN_COLUMNS = (
@@ -153,6 +158,101 @@ def sdpo_rows(batch: dict[str, Any]) -> list[dict[str, list[int]]]:
     ]
 
 
+def sampling_trainer(case: dict[str, Any], scratch: str) -> Any:
+    """A trainer that "samples" the completions of the rows."""
+    kind, config = SAMPLING[case["trainer"]]
+    rows = case["rows"]
+    num_completions = len(rows[0]["completions"])
+    rewards = [reward for row in rows for reward in row["rewards"]]
+    policy = load(case["policy"], case)
+    trainer = kind(
+        model=policy,
+        reward_funcs=lambda prompts, **_: rewards,
+        args=config(
+            output_dir=scratch,
+            **PLAIN,
+            per_device_train_batch_size=case["batch"] * num_completions,
+            gradient_accumulation_steps=len(rows) // case["batch"],
+            num_generations=num_completions,
+            shuffle_dataset=False,
+            disable_dropout=True,
+            **case["config"],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": spelled(row["prompt"])} for row in rows]),
+        processing_class=tokenizer_of_ids(policy.config.vocab_size, case["eos"]),
+    )
+    completions = [ids for row in rows for ids in row["completions"]]
+    result = (completions, None) if case["trainer"] == "grpo" else completions
+    trainer._generate_single_turn = lambda *_: result
+    if trainer.ref_model is not None:  # a copy of the policy
+        trainer.ref_model.load_state_dict(load(case["reference"], case).state_dict())
+    return trainer
+
+
+def sampled_step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
+    """Loss and gradient norm of a step on the completions of a round."""
+    trainer = sampling_trainer(case, scratch)
+    trainer.model.train()
+    num_batches = trainer.args.gradient_accumulation_steps
+    trainer.current_gradient_accumulation_steps = num_batches  # set by train()
+    loss, rows = 0.0, []
+    for step, inputs in enumerate(trainer.get_train_dataloader()):
+        trainer._step = step  # counted by training_step()
+        batch = trainer._prepare_inputs(inputs)
+        prompts, completions = (
+            [
+                ids[mask.bool()].tolist()
+                for ids, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)
+            ]
+            for part in ("prompt", "completion")
+        )
+        rows += [
+            {"prompt_ids": prompt, "completion_ids": ids}
+            for prompt, ids in zip(prompts, completions, strict=True)
+        ]
+        if case["stale"]:
+            make_stale(trainer, batch, completions, case["rows"])
+        part = trainer.compute_loss(trainer.model, batch)
+        if case["trainer"] == "rloo":  # divided by training_step()
+            part = part / num_batches
+        part.backward()
+        loss += part.item()
+    grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    figures = {"loss": loss, "grad_norm": torch.nn.utils.get_total_norm(grads).item()}
+    return {"figures": figures, "rows": rows}
+
+
+def make_stale(
+    trainer: Any,
+    batch: dict[str, Any],
+    completions: list[list[int]],
+    rows: list[dict[str, Any]],
+) -> None:
+    """Subtract the changes of the log-probabilities from those of the sampling policy."""
+    changes = {
+        tuple(ids): change
+        for row in rows
+        for ids, change in zip(row["completions"], row["changes"], strict=True)
+    }
+    is_token = batch["completion_mask"].bool()
+    by = torch.zeros(is_token.shape, dtype=torch.float64)
+    by[is_token] = torch.tensor(
+        [x for ids in completions for x in changes[tuple(ids)]], dtype=torch.float64
+    )
+    if "old_logps" in batch:  # of completions
+        batch["old_logps"] = batch["old_logps"] - by.sum(1).to(batch["old_logps"])
+        return
+    ids, mask = (
+        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1)
+        for name in ("ids", "mask")
+    )
+    with torch.no_grad():
+        now, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, is_token.shape[1]
+        )
+    batch["old_per_token_logps"] = now - by.to(now)
+
+
 def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     trainer, config = TRAINERS[case["trainer"]]
     rows = [
@@ -207,9 +307,8 @@ def main(job: str, results: str) -> None:
         cases = json.load(file)
     versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
     with tempfile.TemporaryDirectory() as scratch:
-        step_results = [
-            (sdpo_step if case["trainer"] == "sdpo" else step)(case, scratch) for case in cases
-        ]
+        steps = {"sdpo": sdpo_step} | dict.fromkeys(SAMPLING, sampled_step)
+        step_results = [steps.get(case["trainer"], step)(case, scratch) for case in cases]
     with open(results, "w") as file:
         json.dump({"versions": versions, "cases": step_results}, file)
 
