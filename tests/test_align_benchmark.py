@@ -32,6 +32,7 @@ from benchmarks.align.page import (
     files,
     noise_table,
     pairs_table,
+    penalties_table,
     sums_table,
 )
 from benchmarks.align.summary import area, disagreement, frontier, summarize, within
@@ -96,6 +97,26 @@ def test_a_penalty_counts_once_all_seeds_have_it() -> None:
     results["also"] = result("valence", 1, 0.9, [0.7], 10.0) | {"penalty": 0.3}
     [summary] = summarize(results, START)
     assert (summary.num_runs, summary.at_5.mean) == (4, pytest.approx(0.9))
+    assert summary.in_time.values == pytest.approx((0.75, 0.75))  # a value per seed, not per run
+
+
+def test_the_table_of_penalties_has_the_ends_of_the_runs() -> None:
+    results = {
+        f"{library}-{penalty}-{seed}": result(library, seed, 0.6 + penalty + seed / 10, [], 1.0)
+        | {"penalty": penalty}
+        for library, penalties in (("valence", (0.3, 0.1)), ("trl", (0.1,)))
+        for penalty in penalties
+        for seed in range(2)
+    }
+    earlier = vars(point(1.0, 0.0))
+    for run in results.values():
+        run["points"].insert(0, earlier)
+    results["alone"] = result("valence", 0, 0.6, [], 1.0) | {"method": "kto"}
+    interval = "[0.115, 1.385]"  # 12.706 * 0.05 on each side of 0.75
+    assert penalties_table(results).splitlines()[2:] == [
+        f"| dpo | 0.1 | 0.750 {interval} | 5.0 [5.0, 5.0] | 0.750 {interval} | 5.0 [5.0, 5.0] |",
+        "| dpo | 0.3 | 0.950 [0.315, 1.585] | 5.0 [5.0, 5.0] |  |  |",
+    ]
 
 
 def test_losses_of_other_steps_cannot_be_compared() -> None:
@@ -271,7 +292,8 @@ def test_a_run_has_no_penalty_but_that_of_its_case(task: Task) -> None:
         names = signature(advantage).parameters if advantage else ()
         name = "kl_beta" if "kl_beta" in names else "kl_weight"
         recipe = Frontier.recipe(side, Run("valence", method, 0.25, 0))
-        assert recipe["loss"] == {name: 0.25}
+        assert recipe["loss"].pop(name) == 0.25
+        assert recipe["loss"] == ({"kl_estimator": "k2"} if method == "grpo" else {})
 
 
 def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:

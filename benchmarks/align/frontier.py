@@ -300,6 +300,8 @@ class Frontier:
             "ppo": {"kl_beta": case.penalty},
             "rloo": {"kl_beta": case.penalty},
         }
+        if case.penalty and method == "grpo":  # k2 has the gradient of TRL's default penalty
+            losses["grpo"] = {"kl_weight": case.penalty, "kl_estimator": "k2"}
         rows, batch_size = ROWS.get(method, ("train", BATCH))
         recipe: Row = {
             "method": method,

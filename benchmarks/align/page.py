@@ -55,6 +55,28 @@ def table(summaries: Sequence[MethodSummary], start: Point, other: str) -> str:
     return "\n".join(lines)
 
 
+def penalties_table(results: Mapping[str, Row]) -> str:
+    """Of methods with several penalties: reward and KL divergence at the end of the runs, with
+    t-intervals over seeds.
+    """
+    lines = [
+        "| method | penalty | reward | nats | reward in TRL | nats in TRL |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for method in dict.fromkeys(run["method"] for run in results.values()):
+        runs = {library: runs_of(results, library, method) for library in NAMES}
+        penalties = sorted({run["penalty"] for run in runs["valence"]} - {None})
+        for penalty in penalties if len(penalties) > 1 else ():
+            cells = [method, f"{penalty:g}"]
+            for library in NAMES:
+                ends = [run["points"][-1] for run in runs[library] if run["penalty"] == penalty]
+                for name, digits in (("reward", 3), ("kl", 1)):
+                    values = tuple(end[name] for end in ends)
+                    cells.append(Estimate(values).text(digits) if values else "")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def comparison(results: Mapping[str, Row], start: Point) -> list[str]:
     """What the runs that both libraries have made show; first what Valence loses."""
     by_key = {(s.library, s.method): s for s in summarize(in_both(results), start)}
@@ -80,14 +102,20 @@ def comparison(results: Mapping[str, Row], start: Point) -> list[str]:
 
 def figure(results: Mapping[str, Row], start: Point) -> str:
     """An SVG image of the frontiers, averaged over seeds: solid Valence, dashed TRL, where it has
-    run the same seeds.
+    run the same seeds; both then of the same penalties.
     """
     methods = list(dict.fromkeys(run["method"] for run in results.values()))
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
+    shared = in_both(results)
+    num_seeds = {
+        kind: len(points_by_seed(runs_of(results, *kind)))
+        for kind in [*kinds(results), *(("trl", method) for method in methods)]
+    }
     for library, method in kinds(results):
-        seeds = points_by_seed(runs_of(results, library, method))
-        if len(seeds) < len(points_by_seed(runs_of(results, "valence", method))):
+        is_shared = num_seeds["trl", method] >= num_seeds["valence", method]
+        if library == "trl" and not is_shared:
             continue
+        seeds = points_by_seed(runs_of(shared if is_shared else results, library, method))
         frontiers = [frontier(points, start) for points in seeds]
         end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
         tenths = range(int(10 * end) + 1)  # no further than all seeds have come
@@ -307,6 +335,7 @@ def files() -> dict[Path, str]:
         results, start = record["runs"], Point(**record["start"])
         blocks[task] = section(results, start)
         if task == "positive":
+            blocks["penalties"] = penalties_table(results)
             figures[FIGURE] = figure(results, start)
     amounts = json.loads(AMOUNTS.read_text("utf-8"))
     blocks["amounts"] = amounts_table(amounts["runs"], amounts["start"])

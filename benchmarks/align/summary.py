@@ -60,12 +60,17 @@ def runs_of(results: Mapping[str, Row], library: str, method: str) -> list[Row]:
     ]
 
 
+def by_seed(runs: Sequence[Row]) -> list[list[Row]]:
+    """The runs of all penalties, for each seed."""
+    groups: dict[int, list[Row]] = {}
+    for run in runs:
+        groups.setdefault(run["seed"], []).append(run)
+    return list(groups.values())
+
+
 def points_by_seed(runs: Sequence[Row]) -> list[list[Point]]:
     """The points of all penalties, for each seed."""
-    by_seed: dict[int, list[Point]] = {}
-    for run in runs:
-        by_seed.setdefault(run["seed"], []).extend(Point(**p) for p in run["points"])
-    return list(by_seed.values())
+    return [[Point(**p) for run in group for p in run["points"]] for group in by_seed(runs)]
 
 
 def kinds(results: Mapping[str, Row]) -> list[tuple[str, str]]:
@@ -98,10 +103,13 @@ class Estimate:
     def interval(self) -> tuple[float, float]:
         return student_interval(self.values) if len(self.values) > 1 else (nan, nan)
 
-    def __str__(self) -> str:
+    def text(self, digits: int = 3) -> str:
+        """The mean, and the interval if there is one."""
         low, high = self.interval
-        between = "" if low != low else f" [{low:.3f}, {high:.3f}]"
-        return f"{self.mean:.3f}{between}"
+        between = "" if low != low else f" [{low:.{digits}f}, {high:.{digits}f}]"
+        return f"{self.mean:.{digits}f}{between}"
+
+    __str__ = text
 
 
 def in_both(results: Mapping[str, Row]) -> dict[str, Row]:
@@ -118,10 +126,10 @@ class MethodSummary:
     """A method of a library.
 
     area, at_5, at_10: rewards. in_time: the largest reward of a run within the time that the faster
-    library needs for it. other: the reward that was not trained on, at the point with the
-    largest reward within 10 nats. seconds: of training, median of the runs. disagreement: of the
-    losses of both libraries; None where the rows are sampled. num_runs: of all penalties and seeds.
-    tokens: of the answers in a run, mean of the runs that counted them.
+    library needs for it, mean of the penalties of a seed. other: the reward that was not trained
+    on, at the point with the largest reward within 10 nats. seconds: of training, median of the
+    runs. disagreement: of the losses of both libraries; None where the rows are sampled. num_runs:
+    of all penalties and seeds. tokens: of the answers in a run, mean of the runs that counted them.
     """
 
     library: str
@@ -155,17 +163,19 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
             max([start, *(p for p in points if p.kl <= MAX_KL)], key=lambda p: p.reward)
             for points in seeds
         ]
-        in_time: list[float] = []
-        for run in runs:
+
+        def best_in_time(run: Row) -> float:
             fastest = min(r["seconds"] for r in results.values() if is_same(r, run))
             points = [Point(**p) for p in run["points"] if p["seconds"] <= fastest]
-            in_time.append(max(p.reward for p in [start, *points]))
+            return max(p.reward for p in [start, *points])
+
+        in_time = tuple(fmean(map(best_in_time, group)) for group in by_seed(runs))
         summaries.append(
             MethodSummary(
                 library, method, len(runs), estimate(area),
                 estimate(lambda records: within(records, 5.0)),
                 estimate(lambda records: within(records, 10.0)),
-                Estimate(tuple(in_time)),
+                Estimate(in_time),
                 Estimate(tuple(point.other for point in best)),
                 median(run["seconds"] for run in runs),
                 _largest_disagreement(runs, results) if library == "trl" else None,
