@@ -107,15 +107,12 @@ def figure(results: Mapping[str, Row], start: Point) -> str:
     methods = list(dict.fromkeys(run["method"] for run in results.values()))
     curves: list[tuple[str, str, list[float]]] = []  # rewards at each tenth of a nat
     shared = in_both(results)
-    num_seeds = {
-        kind: len(points_by_seed(runs_of(results, *kind)))
-        for kind in [*kinds(results), *(("trl", method) for method in methods)]
-    }
     for library, method in kinds(results):
-        is_shared = num_seeds["trl", method] >= num_seeds["valence", method]
-        if library == "trl" and not is_shared:
-            continue
-        seeds = points_by_seed(runs_of(shared if is_shared else results, library, method))
+        seeds = points_by_seed(runs_of(shared, library, method))
+        if len(seeds) < len(points_by_seed(runs_of(results, "valence", method))):
+            if library == "trl":
+                continue
+            seeds = points_by_seed(runs_of(results, library, method))
         frontiers = [frontier(points, start) for points in seeds]
         end = min(MAX_KL, *(max(p.kl for p in points) for points in seeds))
         tenths = range(int(10 * end) + 1)  # no further than all seeds have come

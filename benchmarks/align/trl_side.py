@@ -30,10 +30,15 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.align.measures import SCORES, HeldOut, Point
-from benchmarks.parity import trl_side as parity
-from benchmarks.parity.trl_side import PLAIN, TEXT_COLUMNS, spelled, tokenizer_of_ids
+from benchmarks.parity.trl_side import (
+    PLAIN,
+    SAMPLING,
+    TEXT_COLUMNS,
+    spelled,
+    tokenizer_of_ids,
+)
 
-SAMPLING = parity.SAMPLING | {"dapo": parity.SAMPLING["grpo"]}
+ONLINE = SAMPLING | {"dapo": SAMPLING["grpo"]}
 """Trainers that sample completions."""
 
 
@@ -48,7 +53,7 @@ class Measuring(TrainerCallback):
         self.steps = set(job["measured"])
         self.held_out = HeldOut(**job["held_out"])
         self.scores = SCORES[job["task"]]
-        self.batch = job["batch"] if job["trainer"] in SAMPLING else 0
+        self.batch = job["batch"] if job["trainer"] in ONLINE else 0
         self.reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(job["model"])
         self.points: list[Point] = []
@@ -84,9 +89,9 @@ def trainer_of(job: dict[str, Any], scratch: str) -> tuple[Any, Measuring]:
         "gradient_accumulation_steps": job.get("accumulation", 1), **job["config"],
     }  # fmt: skip
     common: dict[str, Any] = {"model": policy, "callbacks": [measuring]}
-    if job["trainer"] in SAMPLING:
+    if job["trainer"] in ONLINE:
         tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        kind, config = SAMPLING[job["trainer"]]
+        kind, config = ONLINE[job["trainer"]]
         trainer = kind(
             args=config(shuffle_dataset=False, **arguments),
             reward_funcs=measuring.scores[0],
@@ -137,7 +142,7 @@ def main(job_file: str, result_file: str) -> None:
         "seconds": measuring.seconds,
         "versions": versions,
     }
-    if job["trainer"] in SAMPLING:
+    if job["trainer"] in ONLINE:
         length = sum(entry["completions/mean_length"] for entry in logged)
         result["tokens"] = round(length * job["batch"])
     Path(result_file).write_text(json.dumps(result))

@@ -41,7 +41,7 @@ class Case:
     shorten prompts to their last token. steps: number of steps without updates; the last one is
     compared. names: Valence's name of a figure, if it differs. real: also run with the real model.
     double: compute in float64 on both sides. partial: every other row has no feedback. stale: the
-    policy has changed since it has sampled the completions, see ``change``.
+    policy has changed since it sampled the completions, see ``change``.
     """
 
     name: str
@@ -376,8 +376,8 @@ OF_HINDSIGHT = (
 
 
 def sampled(name: str, method: str, trainer: str = "grpo", **more: Any) -> Case:
-    """A case of a loss for sampled completions, by default after changes of the policy. Before, the
-    losses are sums of advantages, which are 0.
+    """A case of a loss for sampled completions, by default stale ones. In the first step of a round
+    the loss is a sum of advantages, which is 0, so only gradients are compared.
     """
     stale = more.pop("stale", True)
     return Case(name, method, trainer, STEP if stale else STEP[1:], stale=stale, **more)
