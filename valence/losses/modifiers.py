@@ -226,8 +226,9 @@ def kl_penalty(
     view: logp_t[T], ref_t[T] (nats).
 
     kl_weight: weight of the KL from the reference.
-    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), with the
-        gradient of KL(reference, policy).
+    kl_estimator: k2 (half the squared log-ratio), with the gradient of KL(policy, reference) on the
+        policy's own completions, or k3 (exp(x) - x - 1, x = ref - logp), with that of
+        KL(reference, policy).
     """
     return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](
         view["logp_t"], view["ref_t"]
