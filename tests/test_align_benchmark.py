@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.align.amounts import Case, as_thumbs, choose, choose_pairs, thumbs_of
-from benchmarks.align.frontier import ROWS, TASKS, Frontier, Task
+from benchmarks.align.frontier import TASKS, Frontier, Task
 from benchmarks.align.frontier import Case as Run
 from benchmarks.align.measures import (
     HeldOut,
@@ -285,15 +285,16 @@ def test_held_out_sums_are_not_trained_on() -> None:
 def test_a_run_has_no_penalty_but_that_of_its_case(task: Task) -> None:
     """Some methods have a KL penalty by default, which TRL's trainers do not."""
     side: Any = SimpleNamespace(task=task, model="model", folder=Path(), steps_of=lambda case: 1)
-    online = task.methods.keys() - ROWS.keys() - {"dpo+humanline", "online_dpo"}
+    runs = [Run("valence", method, 0.25, 0) for method in task.methods if method != "online_dpo"]
+    online = [run for run in runs if not run.is_offline]
     assert online
-    for method in online:
-        advantage = LOSSES[method].advantage
+    for run in online:
+        advantage = LOSSES[run.trained].advantage
         names = signature(advantage).parameters if advantage else ()
         name = "kl_beta" if "kl_beta" in names else "kl_weight"
-        recipe = Frontier.recipe(side, Run("valence", method, 0.25, 0))
+        recipe = Frontier.recipe(side, run)
         assert recipe["loss"].pop(name) == 0.25
-        assert recipe["loss"] == ({"kl_estimator": "k2"} if method == "grpo" else {})
+        assert recipe["loss"] == ({"kl_estimator": "k2"} if run.method == "grpo" else {})
 
 
 def test_the_table_of_sums_is_at_equal_numbers_of_completions() -> None:

@@ -124,7 +124,7 @@ TASKS = {
         ),
         Task(
             "sums", sums, "benchmarks.align.measures:right_sum", 16,
-            {"grpo": (0.0,), "dapo": (0.0,), "rloo": (0.0,)},
+            {"grpo": (0.0,), "dapo": (0.0,), "dapo+replace_tied": (0.0,), "rloo": (0.0,)},
             ("grpo", "dapo", "rloo"), Size(0, 32, 4, 2, 3, 1), Size(0, 2, 1, 1, 1, 1),
         ),
     )
@@ -325,6 +325,8 @@ class Frontier:
             recipe["rollout"] = {
                 "num_rollouts": NUM_ANSWERS, "max_new_tokens": self.task.max_new_tokens
             }  # fmt: skip
+        if method == "dapo":
+            recipe["rollout"]["replace_tied"] = case.method == "dapo+replace_tied"
         if method == "ppo":
             recipe["rollout"]["epochs"] = PPO_EPOCHS
             recipe["value"] = {"learning_rate": VALUE_RATE}

@@ -153,8 +153,10 @@ def online_facts(method: Method) -> dict[str, str]:
     if method.loss.needs_teacher and method.loss.data == "feedback":
         items["completions"] += "; without those that have no text for the teacher"
         items["completions"] += " (`teacher.context`)"
-    if method.resamples:
-        items["completions"] += "; prompts whose completions have equal rewards are replaced"
+    if method.rollout_defaults["replace_tied"]:
+        items["completions"] += (
+            "; prompts whose completions have equal rewards are replaced (`rollout.replace_tied`)"
+        )
     return items
 
 

@@ -112,6 +112,7 @@ ALSO_CALLED = {
     "reference.model": "ref_model ref_model_name_or_path ref_pretrain",
     "rollout.max_new_tokens": "max_completion_length generate_max_len response_length",
     "rollout.num_rollouts": "num_generations n_samples_per_prompt",
+    "rollout.replace_tied": "dynamic_sampling use_dynamic_sampling dynamic_filtering filter_groups",
     "data.as_chat": "apply_chat_template",
     "data.chat_template": "chat_template_path chat_template_name",
     "run.dir": "output_dir output save_path ckpt_path folder out",

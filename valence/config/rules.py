@@ -481,6 +481,12 @@ def _rollout(c: Case) -> Iterator[Issue]:
             f"{rollout.num_rollouts}",
             "lower it, or raise rollout.num_rollouts",
         )
+    if method.min_rollouts == 1:
+        yield no_effect(
+            "rollout.replace_tied",
+            why=f"{method.name} also learns from prompts whose completions have equal rewards",
+            fix="use a method that compares them, for example grpo",
+        )
     is_comparing = not method.selects_best or rollout.min_reward is None
     if is_comparing and rollout.num_rollouts < method.min_rollouts:
         yield conflict(

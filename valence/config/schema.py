@@ -792,6 +792,10 @@ class Rollout(Section):
     """
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Stop when a larger share of a round's completions has no score."""
+    replace_tied: bool | None = None
+    """Sample further prompts in place of those whose completions have equal rewards (dynamic
+    sampling, arXiv 2503.14476). Default: true for `dapo`, else false.
+    """
     max_resample: PositiveInt = 10
     """How often per round prompts without a gradient are replaced, at most."""
     measure_kl: bool | Literal["auto"] = "auto"

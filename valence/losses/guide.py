@@ -215,7 +215,8 @@ GUIDE: dict[str, Guide] = {
     "dapo": Guide(
         "Instead of grpo, for long completions and many steps: long bad completions are "
         "penalized in full, and unlikely tokens can become likelier, which preserves "
-        "diversity. Online, prompts whose completions have equal rewards are replaced.",
+        "diversity. Online, prompts whose completions have equal rewards are replaced "
+        "(`rollout.replace_tied`).",
         "Same as for grpo; `clipped` is lower because of the wider interval above 1.",
         "GRPO with a wider upper clipping bound and an average over all tokens of the step.",
     ),

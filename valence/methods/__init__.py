@@ -49,8 +49,6 @@ class Method:
     """Defaults of settings that differ from those of the loss."""
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of ``rollout`` settings that are null in the schema, for methods that are online."""
-    resamples: bool = False
-    """Whether groups with equal rewards are replaced by those of further prompts."""
 
     @property
     def is_custom(self) -> bool:
@@ -210,7 +208,7 @@ def _with_type(parameter: inspect.Parameter) -> inspect.Parameter:
 METHODS: dict[str, Method] = {name: Method(name, loss) for name, loss in LOSSES.items()}
 """Methods that train on the rows of the data."""
 
-ROLLOUT_DEFAULTS: dict[str, Any] = {"epochs": 1, "mask_truncated": False}
+ROLLOUT_DEFAULTS: dict[str, Any] = {"epochs": 1, "mask_truncated": False, "replace_tied": False}
 """Rollout defaults of online methods, unless the table below overrides them."""
 
 PPO_EPOCHS = 4
@@ -249,7 +247,7 @@ ONLINE: dict[str, Method] = {
         if row.data == kind and not row.is_reward_model
     },
     **{
-        name: _online(name, row, resamples=name == "dapo")
+        name: _online(name, row, rollout={"replace_tied": name == "dapo"})
         for name, row in LOSSES.items()
         if row.advantage is not None
     },

@@ -201,8 +201,8 @@ class Rounds:
     def _sample_round(self, tally: RoundTally) -> list[TokenizedExample]:
         """Return the examples of a new round.
 
-        Samples further prompts if the method replaces groups with equal rewards, or if no example
-        is left.
+        Samples further prompts in place of those with equal rewards (``rollout.replace_tied``), or
+        if no example is left.
         """
         recipe, method = self._prepared.recipe, self._prepared.method
         rollout, batch_size = recipe.rollout, recipe.train.batch_size
@@ -216,10 +216,10 @@ class Rounds:
                 prompts = self._next_prompts(batch_size - len(groups))
                 sampled = self._sample_groups(prompts, attempt, tally)
             sampled = self._with_teachers(sampled)
-            groups += [group for group in sampled if not (method.resamples and group.tied)]
+            groups += [group for group in sampled if not (rollout.replace_tied and group.tied)]
             self._count_excluded(sampled, tally)
             is_last = attempt == rollout.max_resample
-            if method.resamples and len(groups) < batch_size and not is_last:
+            if rollout.replace_tied and len(groups) < batch_size and not is_last:
                 continue
             units = (
                 method.sample_builder(self._measure(groups, tally), rollout, self._loss_settings)
@@ -266,7 +266,7 @@ class Rounds:
         seed = seed_of(recipe.train.seed, "rollout", self.num_rounds, attempt)
         collector.finish_sampling(self._queue, tally)  # the weights may be sent
         completions = collector.sample(prompts, recipe.rollout.num_rollouts, seed, tally)
-        if not self._prepared.method.resamples:  # else this round may need the servers again
+        if not recipe.rollout.replace_tied:  # else this round may need the servers again
             self._fill_queue(tally)
         self._count_staleness(completions, tally)
         return collector.group(prompts, completions, collector.score(completions, tally), tally)
@@ -277,7 +277,7 @@ class Rounds:
         collector.finish_sampling([queued], tally)
         completions = queued.completions
         assert completions is not None
-        if not self._prepared.method.resamples:
+        if not self._prepared.recipe.rollout.replace_tied:
             self._fill_queue(tally)
         self._count_staleness(completions, tally)
         scores = collector.score(completions, tally, queued)

@@ -72,6 +72,11 @@ def broken(completions: Sequence[Completion], **_: Any) -> list[float]:
     raise RuntimeError("no judge today")
 
 
+def tied_for_even(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Equal rewards where ``wanted`` of the prompt is even."""
+    return [completion.index * float(completion.info["wanted"]) for completion in completions]
+
+
 def of_tools(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Number of tools of the prompt."""
     return [float(len(completion.tools)) for completion in completions]

@@ -326,6 +326,33 @@ def test_equal_rewards_have_no_gradient(place: Path) -> None:
     assert raised.error.message.startswith("3 ")  # rounds in a row
 
 
+@pytest.mark.parametrize(("method", "replaces", "drops", "per_prompt"), [
+    ("dapo", None, True, 4), ("dapo", False, False, 4), ("grpo", None, False, 4),
+    ("grpo", True, True, 4), ("rloo", True, True, 4), ("online_dpo", True, True, 1),
+    ("online_dpo", None, True, 1), ("rejection", True, True, 1),
+])  # fmt: skip
+def test_prompts_with_equal_rewards_are_replaced(
+    method: str, replaces: bool | None, drops: bool, per_prompt: int, place: Path
+) -> None:
+    """A round has three prompts. Four of the seven have equal rewards. Without replacement, a
+    policy gradient also trains on those, with advantages of 0.
+    """
+    settings = recipe_without_eval(
+        place,
+        method,
+        reward="tests.training.online.rewards:tied_for_even",
+        rollout={"replace_tied": replaces} | SHORT.get(method, {}),
+        train={"max_steps": 1},
+    )
+    train(settings)
+    (row,) = logged(place)
+    num_tied = round(row["rollout/tied"] * row["prompts"])
+    assert num_tied > 0
+    assert row["prompts"] == (3 + num_tied if replaces or (method == "dapo" and drops) else 3)
+    trained = row["prompts"] - num_tied if drops else row["prompts"]
+    assert row["examples_seen"] == per_prompt * trained
+
+
 def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
     reward = "tests.training.online.rewards:of_info"
     train(
