@@ -82,6 +82,9 @@ def test_what_disagrees_is_not_compared(loss: float, is_compared: bool) -> None:
     assert summaries[1].disagreement == pytest.approx((loss - 0.5) / 0.6)
     assert summaries[0].at_5.mean == pytest.approx(0.65)
     assert summaries[0].tokens == 15  # one of the runs did not count them
+    assert summaries[0].in_time.mean == pytest.approx(0.65)
+    share = 10 / 25  # of the run of TRL, in the time of Valence
+    assert summaries[1].in_time.mean == pytest.approx(START.reward * (1 - share) + 0.65 * share)
     low, high = summaries[0].at_5.interval
     assert low < 0.6 < 0.7 < high  # two seeds say little
     results["alone"] = result("valence", 2, 0.9, [0.7, 0.5], 99.0)

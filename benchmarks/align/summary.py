@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
+from operator import attrgetter
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.align.measures import Point
 from valence.statistics import student_interval
@@ -25,20 +26,22 @@ TOLERANCE = 1e-3
 Row = dict[str, Any]
 
 
-def frontier(points: Sequence[Point], start: Point) -> list[tuple[float, float]]:
-    """KL and reward of the points with a larger reward than all points with a smaller KL."""
+def frontier(
+    points: Sequence[Point], start: Point, cost: Literal["kl", "seconds"] = "kl"
+) -> list[tuple[float, float]]:
+    """Cost and reward of the points with a larger reward than all points with a smaller cost."""
     records = [(0.0, start.reward)]
-    for point in sorted(points, key=lambda point: point.kl):
+    for point in sorted(points, key=attrgetter(cost)):
         if point.reward > records[-1][1]:
-            records.append((point.kl, point.reward))
+            records.append((getattr(point, cost), point.reward))
     return records
 
 
-def within(records: Sequence[tuple[float, float]], kl: float) -> float:
-    """The reward of a frontier at a KL divergence, interpolated; constant after its end."""
-    for (k0, r0), (k1, r1) in pairwise(records):
-        if kl < k1:
-            return r0 + (r1 - r0) * max(0.0, (kl - k0) / (k1 - k0))
+def within(records: Sequence[tuple[float, float]], cost: float) -> float:
+    """The reward of a frontier at a cost, interpolated; constant after its end."""
+    for (c0, r0), (c1, r1) in pairwise(records):
+        if cost < c1:
+            return r0 + (r1 - r0) * max(0.0, (cost - c0) / (c1 - c0))
     return records[-1][1]
 
 
@@ -126,7 +129,7 @@ class MethodSummary:
     """A method of a library.
 
     area, at_5, at_10: rewards. in_time: the largest reward of a run within the time that the faster
-    library needs for it, mean of the penalties of a seed. other: the reward that was not trained
+    library needs for it, linear between measurements, mean of the penalties of a seed. other: the reward that was not trained
     on, at the point with the largest reward within 10 nats. seconds: of training, median of the
     runs. disagreement: of the losses of both libraries; None where the rows are sampled. num_runs:
     of all penalties and seeds. tokens: of the answers in a run, mean of the runs that counted them.
@@ -166,8 +169,8 @@ def summarize(results: Mapping[str, Row], start: Point) -> list[MethodSummary]:
 
         def best_in_time(run: Row) -> float:
             fastest = min(r["seconds"] for r in results.values() if is_same(r, run))
-            points = [Point(**p) for p in run["points"] if p["seconds"] <= fastest]
-            return max(p.reward for p in [start, *points])
+            points = [Point(**p) for p in run["points"]]
+            return within(frontier(points, start, "seconds"), fastest)
 
         in_time = tuple(fmean(map(best_in_time, group)) for group in by_seed(runs))
         summaries.append(
