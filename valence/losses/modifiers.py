@@ -44,7 +44,8 @@ def humanline(
     tokens: logp_t[N], ref_t[N] (nats).
 
     humanline: range [low, high] of a token's log-ratio (nats); [-1.0, 1.5] in the paper. Use it
-        with reference.sync_every.
+        with reference.sync_every. With 1, log-ratios of stored completions are 0, and nothing is
+        clamped.
     """
     del batch
     assert humanline is not None
