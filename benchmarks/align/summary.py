@@ -129,10 +129,11 @@ class MethodSummary:
     """A method of a library.
 
     area, at_5, at_10: rewards. in_time: the largest reward of a run within the time that the faster
-    library needs for it, linear between measurements, mean of the penalties of a seed. other: the reward that was not trained
-    on, at the point with the largest reward within 10 nats. seconds: of training, median of the
-    runs. disagreement: of the losses of both libraries; None where the rows are sampled. num_runs:
-    of all penalties and seeds. tokens: of the answers in a run, mean of the runs that counted them.
+    library needs for it, linear between measurements, mean of the penalties of a seed. other: the
+    reward that was not trained on, at the point with the largest reward within 10 nats. seconds: of
+    training, median of the runs. disagreement: of the losses of both libraries; None where the rows
+    are sampled. num_runs: of all penalties and seeds. tokens: of the answers in a run, mean of the
+    runs that counted them.
     """
 
     library: str
