@@ -30,13 +30,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.align.measures import SCORES, HeldOut, Point
-from benchmarks.parity.trl_side import (
-    PLAIN,
-    SAMPLING,
-    TEXT_COLUMNS,
-    spelled,
-    tokenizer_of_ids,
-)
+from benchmarks.parity.trl_side import PLAIN, SAMPLING, TEXT_COLUMNS, spelled, tokenizer_of_ids
 
 ONLINE = SAMPLING | {"dapo": SAMPLING["grpo"]}
 """Trainers that sample completions."""

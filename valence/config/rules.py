@@ -487,7 +487,9 @@ def _rollout(c: Case) -> Iterator[Issue]:
             why=f"{method.name} also learns from prompts whose completions have equal rewards",
             fix="use a method that compares them, for example grpo",
         )
-    is_comparing = not method.selects_best or rollout.min_reward is None
+    is_comparing = (
+        not method.selects_best or rollout.min_reward is None or bool(rollout.replace_tied)
+    )
     if is_comparing and rollout.num_rollouts < method.min_rollouts:
         yield conflict(
             "rollout.num_rollouts",

@@ -44,8 +44,8 @@ def humanline(
     tokens: logp_t[N], ref_t[N] (nats).
 
     humanline: range [low, high] of a token's log-ratio (nats); [-1.0, 1.5] in the paper. Use it
-        with reference.sync_every. With 1, log-ratios of stored completions are 0, and nothing is
-        clamped.
+        with reference.sync_every. After an update, log-ratios are 0 until the next step: on stored
+        completions, reference.sync_every of 1 clamps nothing.
     """
     del batch
     assert humanline is not None

@@ -175,6 +175,10 @@ def test_a_killed_run_counts_what_an_undisturbed_one_does(
     ("online_dpo", {"mask_truncated": True}, "setting-no-effect", "rollout.mask_truncated"),
     ("ppo", {"replace_tied": True}, "setting-no-effect", "rollout.replace_tied"),
     ("rejection", {"num_rollouts": 1}, "setting-conflict", "rollout.num_rollouts"),
+    (
+        "rejection", {"num_rollouts": 1, "min_reward": 0.5, "replace_tied": True},
+        "setting-conflict", "rollout.num_rollouts",
+    ),
 ])  # fmt: skip
 def test_settings_that_the_method_cannot_use_are_refused(
     method: str, rollout: dict[str, Any], code: str, setting: str, place: Path
